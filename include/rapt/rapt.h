@@ -1,0 +1,498 @@
+/* rapt.h - multi-head attention as a C library
+ *
+ * INTRODUCTION
+ *
+ * Rapt is the attention layer of transformers, without a framework: PyTorch's nn.MultiheadAttention with all its
+ * options, grouped and multi-query heads, sliding windows and ragged batches, and the bare operator
+ * (scaled dot-product attention) beneath it. This header is the manual; it reads from top to bottom:
+ *
+ *     1. a whole small program        5. the attention operator
+ *     2. errors                       6. the layer
+ *     3. contexts                     7. heads: split, merge, repeat
+ *     4. tensors                      8. safetensors files
+ *
+ * Three promises hold everywhere:
+ *
+ *   - Same token, same bits. In f32 and f64 the result for a token depends on that token, on the keys it sees counted
+ *     from its sequence's first real key, and on the weights: not on the number of threads, the batch around it, the
+ *     padding, or the CPU (any with fused multiply-add). RAPT_NUMERICS_VERSION changes if these bits ever do.
+ *   - Nothing is NaN that need not be. A query that may attend to nothing gets zeros; NaN or infinity behind a mask
+ *     reaches no result.
+ *   - A failed call changes nothing, prints nothing, and leaves a message that names the argument, its value and what
+ *     was expected. No call aborts.
+ *
+ * Sizes are named as in PyTorch's manual: N batch, L queries, S keys, E embed_dim, H query heads, Hk key/value heads,
+ * D head_dim, Dv the value's head_dim.
+ *
+ *
+ * 1. A WHOLE SMALL PROGRAM
+ *
+ *     #include <rapt/rapt.h>
+ *     #include <stdio.h>
+ *
+ *     int main(void) {
+ *         rapt_context *ctx;                       // threads, scratch memory, the last error's text
+ *         if (rapt_context_create(NULL, &ctx) != RAPT_OK) return 1;
+ *         rapt_mha *layer;                         // E = 64, H = 4, weights drawn as PyTorch draws them
+ *         rapt_mha_config config = rapt_mha_config_default(64, 4);
+ *         config.batch_first = true;
+ *         rapt_status status = rapt_mha_create(ctx, &config, &layer);
+ *         static float in[2 * 10 * 64], out[2 * 10 * 64];
+ *         int64_t shape[3] = {2, 10, 64};          // [N, L, E]
+ *         rapt_tensor x = rapt_tensor_of(in, RAPT_F32, 3, shape), y = rapt_tensor_of(out, RAPT_F32, 3, shape);
+ *         rapt_options options = {.causal = true};
+ *         if (status == RAPT_OK) status = rapt_mha_forward(ctx, layer, &x, &x, &x, &options, &y);
+ *         puts(status == RAPT_OK ? "it works" : rapt_error_message(ctx));
+ *         rapt_mha_destroy(layer);
+ *         rapt_context_destroy(ctx);
+ *     }
+ */
+#ifndef RAPT_RAPT_H
+#define RAPT_RAPT_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if defined(_WIN32)
+#define RAPT_API
+#else
+#define RAPT_API __attribute__((visibility("default")))
+#endif
+
+#define RAPT_VERSION_MAJOR 0
+#define RAPT_VERSION_MINOR 1
+#define RAPT_VERSION_PATCH 0
+
+/* Raised when, and only when, a release gives other bits than the one before for the same f32 or f64 call. */
+#define RAPT_NUMERICS_VERSION 1
+
+/* The version of the library that is linked, "0.1.0". */
+RAPT_API const char *rapt_version(void);
+
+/* --------------------------------------------------------------------------------------------------------------------
+ * 2. ERRORS
+ *
+ * Every call that can fail returns a status. The message with the offending values is in the context:
+ *
+ *     rapt_mha_config config = rapt_mha_config_default(512, 6);
+ *     if (rapt_mha_create(ctx, &config, &layer) != RAPT_OK) puts(rapt_error_message(ctx));
+ *     // num_heads 6 does not divide embed_dim 512 (pass head_dim to set it apart)
+ */
+#define RAPT_STATUS_LIST(X)                                                                                            \
+    X(RAPT_OK, 0, "success")                                                                                           \
+    X(RAPT_ERROR_NULL, 1, "a required pointer is NULL")                                                                \
+    X(RAPT_ERROR_ARGUMENT, 2, "a value is outside what the call takes")                                                \
+    X(RAPT_ERROR_SHAPE, 3, "a tensor has the wrong rank or a wrong size")                                              \
+    X(RAPT_ERROR_DTYPE, 4, "a tensor has the wrong element type")                                                      \
+    X(RAPT_ERROR_DEVICE, 5, "a device has no backend in this build, or devices differ")                                \
+    X(RAPT_ERROR_LAYOUT, 6, "memory is misaligned or overlaps where it must not, or strides do not allow a view")      \
+    X(RAPT_ERROR_OVERFLOW, 7, "a size is too large to compute with")                                                   \
+    X(RAPT_ERROR_MEMORY, 8, "out of memory")                                                                           \
+    X(RAPT_ERROR_ABSENT, 9, "there is nothing of that name")                                                           \
+    X(RAPT_ERROR_STATE, 10, "an object is not in a state that allows the call")                                        \
+    X(RAPT_ERROR_UNSUPPORTED, 11, "this machine or this release cannot do that")                                       \
+    X(RAPT_ERROR_THREAD, 12, "the system refused to start a thread")                                                   \
+    X(RAPT_ERROR_FILE, 13, "a file cannot be read")                                                                    \
+    X(RAPT_ERROR_FORMAT, 14, "a file is not what its format allows")
+
+typedef enum rapt_status {
+#define RAPT_STATUS_ENUM(name, code, text) name = code,
+    RAPT_STATUS_LIST(RAPT_STATUS_ENUM)
+#undef RAPT_STATUS_ENUM
+} rapt_status;
+
+RAPT_API const char *rapt_status_name(rapt_status status); /* "RAPT_ERROR_SHAPE" */
+RAPT_API const char *rapt_status_text(rapt_status status); /* "a tensor has the wrong rank or a wrong size" */
+
+/* --------------------------------------------------------------------------------------------------------------------
+ * 3. CONTEXTS
+ *
+ * A context owns threads, scratch memory and the last error's text. One thread uses a context at a time (a second one
+ * that tries gets RAPT_ERROR_STATE); a program with many threads gives each its own, and they share layers freely.
+ * After a call, another with sizes no larger allocates nothing.
+ */
+typedef struct rapt_context rapt_context;
+typedef struct rapt_pool rapt_pool;
+
+typedef enum rapt_backend {
+    RAPT_BACKEND_CPU = 0,       /* fast: tiles, vector kernels, threads */
+    RAPT_BACKEND_REFERENCE = 1, /* naive loops in double precision: slow, obvious, the specification of the other */
+} rapt_backend;
+
+/* Instruction sets of the CPU backend. AVX2 (with FMA), AVX-512 and NEON give the same bits as each other in f32 and
+ * f64; the baseline has no fused multiply-add and differs from them by rounding. */
+typedef enum rapt_isa {
+    RAPT_ISA_AUTO = 0, /* the best one that this CPU has */
+    RAPT_ISA_BASELINE = 1,
+    RAPT_ISA_AVX2 = 2,
+    RAPT_ISA_AVX512 = 3,
+    RAPT_ISA_NEON = 4,
+} rapt_isa;
+
+RAPT_API const char *rapt_isa_name(rapt_isa isa); /* "avx512" */
+RAPT_API bool rapt_isa_available(rapt_isa isa);   /* in this build and on this CPU */
+
+/* Where memory comes from. allocate returns memory aligned to `alignment` (a power of two), or NULL when there is none;
+ * release gets the pointer and size of an earlier allocate. Both may be called from any thread that uses the library. */
+typedef struct rapt_allocator {
+    void *user;
+    void *(*allocate)(void *user, size_t size, size_t alignment);
+    void (*release)(void *user, void *pointer, size_t size);
+} rapt_allocator;
+
+/* The caller's own threads: run task(arg, i) once for each i in [0, count), in any order, at once or one after another,
+ * and return when all are done. count is never above the declared number of workers. */
+typedef void (*rapt_parallel_for)(void *user, int64_t count, void (*task)(void *arg, int64_t index), void *arg);
+
+typedef struct rapt_context_config {
+    size_t struct_size;             /* set by rapt_context_config_default */
+    int32_t num_threads;            /* 0: RAPT_NUM_THREADS, else all that the process may use (affinity, cgroup) */
+    rapt_backend backend;           /* RAPT_BACKEND_CPU */
+    rapt_isa isa;                   /* RAPT_ISA_AUTO: the environment's RAPT_ISA, else the best */
+    rapt_allocator allocator;       /* all zero: the C library's */
+    rapt_pool *pool;                /* threads shared with other contexts (borrowed); NULL: the context's own */
+    rapt_parallel_for parallel_for; /* not NULL: the caller's threads instead of a pool */
+    void *parallel_for_user;        /* handed to parallel_for */
+    int32_t parallel_for_workers;   /* the most tasks that parallel_for can run at once, from 1 */
+    char *error_text;               /* if not NULL, where a failing rapt_context_create writes its message */
+    size_t error_text_size;         /* bytes there */
+} rapt_context_config;
+
+static inline rapt_context_config rapt_context_config_default(void) {
+    rapt_context_config config;
+    memset(&config, 0, sizeof config);
+    config.struct_size = sizeof config;
+    return config;
+}
+
+/* config may be NULL for the defaults. On failure *context is NULL. */
+RAPT_API rapt_status rapt_context_create(const rapt_context_config *config, rapt_context **context);
+RAPT_API void rapt_context_destroy(rapt_context *context); /* NULL is fine, as for every destroy */
+
+/* The message of the last call that failed with this context, "" before that. Valid until the next call with it. */
+RAPT_API const char *rapt_error_message(const rapt_context *context);
+
+RAPT_API int32_t rapt_context_num_threads(const rapt_context *context);
+RAPT_API rapt_isa rapt_context_isa(const rapt_context *context); /* the one in use */
+RAPT_API rapt_backend rapt_context_backend(const rapt_context *context);
+
+/* A pool of threads for several contexts. While one context computes with it, the others compute on their own calling
+ * thread alone. It must outlive its contexts. num_threads counts the calling thread; 0 means the default as above.
+ * A child process made by fork gets threads of its own when it first needs them. */
+RAPT_API rapt_status rapt_pool_create(int32_t num_threads, rapt_pool **pool);
+RAPT_API void rapt_pool_destroy(rapt_pool *pool);
+
+/* --------------------------------------------------------------------------------------------------------------------
+ * 4. TENSORS
+ *
+ * A tensor is a borrowed view: Rapt never frees its data. Strides count elements, may be 0 in an input (broadcast) and
+ * negative anywhere. Data must be aligned to its element's size. rapt/dlpack.h converts from and to DLPack.
+ */
+#define RAPT_MAX_DIMS 8
+
+typedef enum rapt_dtype {
+    RAPT_F32 = 1,
+    RAPT_F64 = 2,
+    RAPT_BF16 = 3,
+    RAPT_F16 = 4,
+    RAPT_BOOL = 5, /* one byte, zero is false */
+} rapt_dtype;
+
+typedef enum rapt_device {
+    RAPT_DEVICE_CPU = 0,
+    RAPT_DEVICE_CUDA = 1,
+} rapt_device;
+
+typedef struct rapt_tensor {
+    void *data;
+    rapt_dtype dtype;
+    rapt_device device;
+    int32_t device_id; /* which one of its kind; 0 for the CPU */
+    int32_t ndim;
+    int64_t shape[RAPT_MAX_DIMS];
+    int64_t stride[RAPT_MAX_DIMS]; /* in elements */
+} rapt_tensor;
+
+RAPT_API size_t rapt_dtype_size(rapt_dtype dtype);      /* 0 for a value that is no dtype */
+RAPT_API const char *rapt_dtype_name(rapt_dtype dtype); /* "f32" */
+RAPT_API const char *rapt_device_name(rapt_device device);
+
+/* A contiguous (row-major) view of data. An ndim outside [0, RAPT_MAX_DIMS] is kept as it is for the call that gets the
+ * tensor to refuse. */
+RAPT_API rapt_tensor rapt_tensor_of(void *data, rapt_dtype dtype, int32_t ndim, const int64_t *shape);
+RAPT_API rapt_tensor rapt_tensor_strided(void *data, rapt_dtype dtype, int32_t ndim, const int64_t *shape,
+                                         const int64_t *stride);
+RAPT_API int64_t rapt_tensor_count(const rapt_tensor *tensor); /* elements; -1 if that overflows */
+RAPT_API bool rapt_tensor_is_contiguous(const rapt_tensor *tensor);
+
+/* Views of a view: two dimensions exchanged; `count` entries of one dimension from `start` on. */
+RAPT_API rapt_status rapt_tensor_transpose(rapt_context *context, const rapt_tensor *tensor, int32_t dim_a,
+                                           int32_t dim_b, rapt_tensor *view);
+RAPT_API rapt_status rapt_tensor_slice(rapt_context *context, const rapt_tensor *tensor, int32_t dim, int64_t start,
+                                       int64_t count, rapt_tensor *view);
+
+/* Copies element by element between views of the same shape and any strides; floating-point types convert (rounding to
+ * nearest), bool goes only to bool. */
+RAPT_API rapt_status rapt_tensor_copy(rapt_context *context, const rapt_tensor *from, const rapt_tensor *to);
+
+/* --------------------------------------------------------------------------------------------------------------------
+ * 5. THE ATTENTION OPERATOR
+ *
+ *     out = softmax(query * key^T * scale + mask) * value
+ *
+ * query [N,H,L,D], key [N,Hk,S,D], value [N,Hk,S,Dv], out [N,H,L,Dv], any strides; Hk divides H, and query head h reads
+ * key/value head h / (H / Hk). f32, f64, bf16 or f16, all four the same; sums run in f64 for f64, in f32 for the rest.
+ * Memory beside the arguments grows with L + S, not with L * S. N = 0 or L = 0 computes nothing; S = 0 gives zeros.
+ *
+ * The options say which keys a query sees; every limit given holds at once. All zero means: all keys.
+ *
+ *     masks    attn_mask: RAPT_BOOL, where true means "may NOT attend" (PyTorch's layer says the same, its
+ *              scaled_dot_product_attention the opposite), or any floating-point type, added to the scores; -inf masks,
+ *              every finite value is a number. [L,S], [N*H,L,S] (index n*H+h), or [N,H,L,S], where N, H and L may also
+ *              be 1 to broadcast. Through the layer, unbatched: [L,S] or [H,L,S].
+ *              key_padding_mask: the same two kinds, [N,S] or [S] for all sequences.
+ *     band     query i stands at position p = i + offset and sees keys p - left <= j <= p + right. A side is open
+ *              unless limited: limit_left with left, limit_right with right; causal is short for right = 0.
+ *              The offset is 0 (PyTorch's causal, the default), S - L (align_bottom_right, FlashAttention's), the
+ *              caller's (offset), or the caller's for each sequence (offsets).
+ *     lengths  key_start[n] is the first real key of sequence n (left padding), key_lengths[n] how many real keys there
+ *              are from there on (right padding).
+ *
+ * A query that sees no key: out 0, weights 0, log-sum-exp -inf.
+ */
+typedef enum rapt_mode {
+    RAPT_MODE_DEFAULT = 0, /* a layer's own mode; training for the functional form, as in PyTorch */
+    RAPT_MODE_TRAIN = 1,
+    RAPT_MODE_EVAL = 2,
+} rapt_mode;
+
+/* What a forward takes beside its tensors. Set it to zero ({0} in C, {} in C++) and then what you need. The reserved
+ * space lets it grow without breaking compiled programs; it must stay zero. */
+typedef struct rapt_options {
+    /* which keys a query sees */
+    const rapt_tensor *attn_mask;
+    const rapt_tensor *key_padding_mask;
+    bool causal;
+    bool limit_left, limit_right;
+    bool align_bottom_right;
+    int64_t left, right;
+    int64_t offset;
+    const int64_t *offsets;     /* [N] */
+    const int64_t *key_start;   /* [N] */
+    const int64_t *key_lengths; /* [N] */
+
+    /* how it is computed */
+    bool set_scale;
+    rapt_mode mode; /* layers only: overrides train/eval for this call, so that threads can share a layer */
+    double scale;   /* if set_scale: instead of 1/sqrt(D) or the layer's; any finite number, 0 too */
+    double dropout; /* the operator only (a layer has its own); in [0, 1] */
+
+    /* what else to return; S' is S plus a layer's extra keys (bias_kv first, then zero_attn) */
+    bool per_head_weights;      /* weights for each head, not their average */
+    const rapt_tensor *weights; /* [N,L,S'], with per_head_weights [N,H,L,S']; no N when the query has none */
+    const rapt_tensor *lse; /* log-sum-exp of the scores [N,H,L] in f32, f64 for f64; no N when the query has none */
+
+    /* rapt_mha_functional only: projected keys and values, used instead of projecting key and value */
+    const rapt_tensor *static_k, *static_v; /* [N*Hk, S, D] */
+
+    uint64_t reserved[16];
+} rapt_options;
+
+/* options may be NULL. out, options->weights and options->lse may not overlap anything else. Dropout above 0 is not
+ * drawn in this release: RAPT_ERROR_UNSUPPORTED. */
+RAPT_API rapt_status rapt_attention_forward(rapt_context *context, const rapt_tensor *query, const rapt_tensor *key,
+                                            const rapt_tensor *value, const rapt_options *options,
+                                            const rapt_tensor *out);
+
+/* --------------------------------------------------------------------------------------------------------------------
+ * 6. THE LAYER
+ *
+ * Four projections around the operator: out = out_proj(attention(q_proj(query), k_proj(key), v_proj(value))).
+ *
+ * A layer is made from a config, whose initialiser takes embed_dim and num_heads and fills in PyTorch's defaults.
+ * RAPT_DEFAULT stands for "derive it"; a size of 0 is an error.
+ */
+typedef struct rapt_mha rapt_mha;
+
+#define RAPT_DEFAULT (-1)
+
+typedef enum rapt_init {
+    RAPT_INIT_PYTORCH =
+        0,                /* Xavier-uniform over the fused input projection, PyTorch's rule for the output projection */
+    RAPT_INIT_XAVIER = 1, /* Xavier-uniform for each projection on its own */
+} rapt_init;
+
+typedef struct rapt_mha_config {
+    size_t struct_size;   /* set by rapt_mha_config_default */
+    int64_t embed_dim;    /* E, the query's and the output's last size */
+    int64_t num_heads;    /* H */
+    int64_t num_kv_heads; /* Hk, divides H; RAPT_DEFAULT: H */
+    int64_t head_dim;     /* D; RAPT_DEFAULT: E / H; set, H * D may differ from E */
+    int64_t kdim, vdim;   /* the key's and the value's last size; RAPT_DEFAULT: E */
+    bool bias;            /* of the four projections; true */
+    bool add_bias_kv;     /* a learned key and value at the end of every sequence's */
+    bool add_zero_attn;   /* a key and a value of zeros at the very end */
+    bool batch_first;     /* [N,L,E] instead of [L,N,E] */
+    bool causal;          /* every forward is causal */
+    bool set_scale;       /* whether scale is given */
+    double scale;         /* if set_scale, instead of 1/sqrt(D) */
+    double dropout;       /* of the attention weights while training; in [0, 1] */
+    rapt_dtype dtype;     /* of parameters, inputs and outputs; RAPT_F32 */
+    rapt_device device;   /* RAPT_DEVICE_CPU */
+    rapt_init init;       /* RAPT_INIT_PYTORCH */
+    uint64_t seed;        /* one seed, the same weights on every machine */
+} rapt_mha_config;
+
+static inline rapt_mha_config rapt_mha_config_default(int64_t embed_dim, int64_t num_heads) {
+    rapt_mha_config config;
+    memset(&config, 0, sizeof config);
+    config.struct_size = sizeof config;
+    config.embed_dim = embed_dim;
+    config.num_heads = num_heads;
+    config.num_kv_heads = config.head_dim = config.kdim = config.vdim = RAPT_DEFAULT;
+    config.bias = true;
+    config.dtype = RAPT_F32;
+    return config;
+}
+
+/* On failure *layer is NULL. A layer may outlive the context it was made with; it keeps that context's allocator. */
+RAPT_API rapt_status rapt_mha_create(rapt_context *context, const rapt_mha_config *config, rapt_mha **layer);
+RAPT_API void rapt_mha_destroy(rapt_mha *layer);
+
+/* Short forms: multi-head, multi-query (Hk = 1) and grouped-query attention with PyTorch's other defaults. */
+RAPT_API rapt_status rapt_mha_create_mha(rapt_context *context, int64_t embed_dim, int64_t num_heads, rapt_mha **layer);
+RAPT_API rapt_status rapt_mha_create_mqa(rapt_context *context, int64_t embed_dim, int64_t num_heads, rapt_mha **layer);
+RAPT_API rapt_status rapt_mha_create_gqa(rapt_context *context, int64_t embed_dim, int64_t num_heads,
+                                         int64_t num_kv_heads, rapt_mha **layer);
+
+/* Ready weights: for a layer made from them, or for one call. Either in_proj_weight [(H+2Hk)D, E] or the three separate
+ * ones, q_proj_weight [H*D, E], k_proj_weight [Hk*D, kdim], v_proj_weight [Hk*D, vdim]; biases as you have them, NULL
+ * for none. With separate weights D comes from q_proj_weight's rows and Hk from k_proj_weight's. Any strides. */
+typedef struct rapt_mha_weights {
+    size_t struct_size;   /* set by rapt_mha_weights_default */
+    int64_t num_heads;    /* H */
+    int64_t num_kv_heads; /* RAPT_DEFAULT: from k_proj_weight, or H with in_proj_weight */
+    int64_t head_dim;     /* RAPT_DEFAULT: from the rows of q_proj_weight or in_proj_weight */
+    bool add_zero_attn, batch_first, causal, set_scale;
+    double scale, dropout;
+    const rapt_tensor *in_proj_weight;
+    const rapt_tensor *q_proj_weight, *k_proj_weight, *v_proj_weight;
+    const rapt_tensor *in_proj_bias; /* [(H+2Hk)D], or the three separate ones */
+    const rapt_tensor *q_proj_bias, *k_proj_bias, *v_proj_bias;
+    const rapt_tensor *bias_k, *bias_v; /* Hk*D values, [1,1,Hk*D] in PyTorch; both or none */
+    const rapt_tensor *out_proj_weight; /* [E, H*D] */
+    const rapt_tensor *out_proj_bias;   /* [E] */
+} rapt_mha_weights;
+
+static inline rapt_mha_weights rapt_mha_weights_default(int64_t num_heads) {
+    rapt_mha_weights weights;
+    memset(&weights, 0, sizeof weights);
+    weights.struct_size = sizeof weights;
+    weights.num_heads = num_heads;
+    weights.num_kv_heads = weights.head_dim = RAPT_DEFAULT;
+    return weights;
+}
+
+typedef enum rapt_ownership {
+    RAPT_COPY = 0,   /* the layer keeps a copy */
+    RAPT_BORROW = 1, /* the layer's parameters are the caller's memory, which must outlive it */
+} rapt_ownership;
+
+RAPT_API rapt_status rapt_mha_create_from_weights(rapt_context *context, const rapt_mha_weights *weights,
+                                                  rapt_ownership ownership, rapt_mha **layer);
+
+/* The forward. query [N,L,E] with batch_first, else [L,N,E], or [L,E]; key [..,S,kdim] and value [..,S,vdim] alike; out
+ * has the query's shape. One tensor for all three is self-attention and costs one projection. options may be NULL.
+ * Causal needs L == S unless the options say how to align (offset, offsets, align_bottom_right).
+ * A layer is not changed by it: many threads, each with its own context, may share one. */
+RAPT_API rapt_status rapt_mha_forward(rapt_context *context, const rapt_mha *layer, const rapt_tensor *query,
+                                      const rapt_tensor *key, const rapt_tensor *value, const rapt_options *options,
+                                      const rapt_tensor *out);
+
+/* Self-attention of single tokens [N,E], each a sequence of its own: only the value and output projections are computed.
+ * The same bits as rapt_mha_forward with L = S = 1, which takes the same short way. */
+RAPT_API rapt_status rapt_mha_forward_token(rapt_context *context, const rapt_mha *layer, const rapt_tensor *tokens,
+                                            const rapt_tensor *out);
+
+/* The forward with the weights given by the call (PyTorch's F.multi_head_attention_forward). Prefer a layer where the
+ * weights stay: it keeps them packed. With static_k and static_v, key and value may be NULL. */
+RAPT_API rapt_status rapt_mha_functional(rapt_context *context, const rapt_mha_weights *weights,
+                                         const rapt_tensor *query, const rapt_tensor *key, const rapt_tensor *value,
+                                         const rapt_options *options, const rapt_tensor *out);
+
+/* Parameters. The names are those of PyTorch's state dict: in_proj_weight or {q,k,v}_proj_weight, in_proj_bias, bias_k,
+ * bias_v, out_proj.weight, out_proj.bias. rapt_mha_find also takes q_proj.weight and its kin for the rows of the fused
+ * ones. What a layer lacks is RAPT_ERROR_ABSENT.
+ *
+ * The views may be written through. A forward reads packed copies, so writing ends with rapt_mha_commit, which packs the
+ * weights anew and raises the layer's version; no forward may run meanwhile. */
+RAPT_API int64_t rapt_mha_num_parameters(const rapt_mha *layer); /* scalars in all */
+RAPT_API int32_t rapt_mha_num_tensors(const rapt_mha *layer);    /* parameters that have a name */
+RAPT_API rapt_status rapt_mha_tensor_at(rapt_context *context, const rapt_mha *layer, int32_t index, const char **name,
+                                        rapt_tensor *view);
+RAPT_API rapt_status rapt_mha_find(rapt_context *context, const rapt_mha *layer, const char *name, rapt_tensor *view);
+RAPT_API rapt_status rapt_mha_commit(rapt_context *context, rapt_mha *layer);
+RAPT_API uint64_t rapt_mha_version(const rapt_mha *layer); /* 1 for a new layer */
+
+/* Every setting of the layer, with the derived ones filled in. Lives as long as the layer. */
+RAPT_API const rapt_mha_config *rapt_mha_settings(const rapt_mha *layer);
+RAPT_API bool rapt_mha_is_mha(const rapt_mha *layer); /* Hk == H */
+RAPT_API bool rapt_mha_is_mqa(const rapt_mha *layer); /* Hk == 1 */
+RAPT_API bool rapt_mha_is_gqa(const rapt_mha *layer); /* 1 < Hk < H */
+
+/* New layers train. While training, dropout above 0 is not drawn in this release: RAPT_ERROR_UNSUPPORTED. */
+RAPT_API void rapt_mha_train(rapt_mha *layer);
+RAPT_API void rapt_mha_eval(rapt_mha *layer);
+RAPT_API bool rapt_mha_is_training(const rapt_mha *layer);
+
+/* One line about the layer, written as snprintf writes: returns the length it needs. */
+RAPT_API int rapt_mha_describe(const rapt_mha *layer, char *text, size_t size);
+
+/* --------------------------------------------------------------------------------------------------------------------
+ * 7. HEADS
+ *
+ * Each gives a view of its input where strides allow it. Where they do not, it copies into `buffer`, a tensor of the
+ * result's shape and dtype, and the result is that; with a NULL buffer it is RAPT_ERROR_LAYOUT instead.
+ *
+ *     split    [N,L,H*D] -> [N,H,L,D]   or [L,H*D] -> [H,L,D]     always a view
+ *     merge    [N,H,L,D] -> [N,L,H*D]   or [H,L,D] -> [L,H*D]     a view of what split gave
+ *     repeat   [N,Hk,S,D] -> [N,Hk*times,S,D] or without N        a view when Hk or times is 1
+ */
+RAPT_API rapt_status rapt_split_heads(rapt_context *context, const rapt_tensor *tensor, int64_t num_heads,
+                                      rapt_tensor *heads);
+RAPT_API rapt_status rapt_merge_heads(rapt_context *context, const rapt_tensor *heads, const rapt_tensor *buffer,
+                                      rapt_tensor *merged);
+RAPT_API rapt_status rapt_repeat_kv_heads(rapt_context *context, const rapt_tensor *heads, int64_t times,
+                                          const rapt_tensor *buffer, rapt_tensor *repeated);
+
+/* --------------------------------------------------------------------------------------------------------------------
+ * 8. SAFETENSORS FILES
+ *
+ * A strict reader: a file that breaks one of the format's rules is refused with the reason, and *file is NULL then.
+ * Tensors are views into the mapped file, read-only, and live until it is closed. A file may outlive its context.
+ */
+typedef struct rapt_safetensors rapt_safetensors;
+
+RAPT_API rapt_status rapt_safetensors_open(rapt_context *context, const char *path, rapt_safetensors **file);
+/* The same over memory of the caller's, which must outlive it. */
+RAPT_API rapt_status rapt_safetensors_open_memory(rapt_context *context, const void *data, size_t size,
+                                                  rapt_safetensors **file);
+RAPT_API void rapt_safetensors_close(rapt_safetensors *file);
+RAPT_API int64_t rapt_safetensors_count(const rapt_safetensors *file);
+RAPT_API const char *rapt_safetensors_name(const rapt_safetensors *file, int64_t index); /* NULL beyond the last */
+/* RAPT_ERROR_DTYPE for an element type Rapt has not (integers, say). */
+RAPT_API rapt_status rapt_safetensors_find(rapt_context *context, const rapt_safetensors *file, const char *name,
+                                           rapt_tensor *view);
+RAPT_API const char *rapt_safetensors_metadata(const rapt_safetensors *file, const char *key); /* NULL if absent */
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,430 @@
+/* attn_cpu.c - attention on the CPU: cut into tiles, hand them to the lanes
+ *
+ * A unit is one (sequence, key/value head). Units are taken in waves that fit a memory budget; in each wave
+ *
+ *     1. keys and values are packed, one item a (unit, cut of 256 keys);
+ *     2. tiles of rows (queries of the unit's group of heads) run over the unit's cuts and merge them in order; where
+ *        tiles are fewer than lanes, (tile, cut) are computed apart and merged in the same order afterwards;
+ *     3. if weights are asked for, rows are scored again with the finished sums, heads ascending.
+ *
+ * Cuts are counted from the first real key of a sequence. Everything else here (waves, tiles, lanes) changes speed and
+ * memory and never a bit.
+ */
+#include "cpu.h"
+#include "kernels/kernels.h"
+
+#include <math.h>
+
+#define TILE_ROWS 48
+#define WAVE_BYTES_PER_LANE ((size_t)4 << 20)
+
+/* ---- which keys are seen ---- */
+
+void rapt_visible_keys(const attn_problem *p, int64_t n, int64_t i, int64_t *low, int64_t *high) {
+    int64_t begin = p->key_start != NULL ? p->key_start[n] : 0;
+    int64_t end = p->key_lengths != NULL ? begin + p->key_lengths[n] : p->keys;
+    __int128 position = (__int128)i + (p->offsets != NULL ? p->offsets[n] : p->offset); /* any caller's int64 */
+    __int128 band_low = position - p->left, band_high = position + p->right + 1;
+    if (p->limit_left && band_low > begin) begin = band_low > p->keys ? p->keys : (int64_t)band_low;
+    if (p->limit_right && band_high < end) end = band_high < 0 ? 0 : (int64_t)band_high;
+    *low = begin;
+    *high = end;
+}
+
+static bool is_masked(const attn_mask *mask, int64_t offset) {
+    if (mask->data == NULL) return false;
+    double value = rapt_load(mask->data, mask->dtype, offset);
+    return mask->dtype == RAPT_BOOL ? value != 0 : value == -HUGE_VAL;
+}
+
+static bool is_padding(const attn_problem *p, int64_t n, int64_t j) {
+    return is_masked(&p->padding, n * p->padding.stride[0] + j * p->padding.stride[3]);
+}
+
+int64_t rapt_sole_key(const attn_problem *p, int64_t n, int64_t head, int64_t i) {
+    if (p->extra_keys > 1) return -1;
+    int64_t sole = p->extra_keys == 1 ? p->keys : -1, seen = p->extra_keys, low, high;
+    rapt_visible_keys(p, n, i, &low, &high);
+    int64_t row = n * p->mask.stride[0] + head * p->mask.stride[1] + i * p->mask.stride[2];
+    for (int64_t j = low; j < high && seen < 2; j++) {
+        if (is_masked(&p->mask, row + j * p->mask.stride[3]) || is_padding(p, n, j)) continue;
+        sole = j;
+        seen++;
+    }
+    return seen == 1 ? sole : -1;
+}
+
+/* ---- the plan: sizes that follow from the problem ---- */
+
+typedef struct attn_plan {
+    int64_t group, rows_per_unit, units;
+    int64_t tile_rows, tiles_per_unit;
+    int64_t out_stride;   /* Dv rounded up */
+    int64_t max_cuts;     /* of a unit, without the extra keys */
+    int64_t cut_capacity; /* keys that a cut has room for */
+    int64_t wave_units;
+    bool split;                                /* spread the cuts of a tile over lanes */
+    size_t real;                               /* bytes of one */
+    size_t cut_bytes, extra_bytes, unit_bytes; /* packed keys and values */
+    size_t lane_bytes, weights_bytes;          /* scratch of a lane */
+    size_t partial_bytes, partials_bytes;      /* one (tile, cut) computed apart, and all */
+    size_t stats_bytes, average_bytes;         /* for returned weights */
+    size_t table_bytes;                        /* attn_unit and attn_keys */
+} attn_plan;
+
+typedef struct attn_unit {
+    int64_t n, kv_head;
+    int64_t first_key, end;  /* real keys, without the padding at both ends; cuts are counted from first_key */
+    int64_t first_cut, cuts; /* that any row sees */
+    attn_keys *keys;         /* [cuts], then one for extra keys */
+} attn_unit;
+
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+static size_t smaller_size(size_t a, size_t b) { return a < b ? a : b; }
+static int64_t divide_up(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+static size_t product_of(int64_t a, int64_t b) { return rapt_size_mul((size_t)a, (size_t)b); }
+
+static size_t partial_size(const attn_plan *plan) {
+    return rapt_size_mul(plan->real, product_of(plan->tile_rows, plan->out_stride + 2));
+}
+
+static attn_plan make_plan(const rapt_context *context, const attn_problem *p) {
+    attn_plan plan = {.group = p->heads / p->kv_heads, .units = p->batch * p->kv_heads};
+    plan.real = rapt_accumulation_size(p->dtype);
+    plan.rows_per_unit = p->queries * plan.group;
+    plan.tile_rows = smaller(context->tile_rows > 0 ? context->tile_rows : TILE_ROWS, plan.rows_per_unit);
+    plan.tiles_per_unit = divide_up(plan.rows_per_unit, plan.tile_rows);
+    plan.out_stride = rapt_round_up(p->value_dim, COLUMNS);
+    plan.max_cuts = divide_up(p->keys, CUT);
+    plan.cut_capacity = smaller(CUT, rapt_round_up(p->keys, PANEL));
+
+    size_t key_bytes = rapt_size_mul(plan.real, (size_t)(p->dim + plan.out_stride));
+    plan.cut_bytes = rapt_arena_size(rapt_size_mul(key_bytes, (size_t)plan.cut_capacity));
+    plan.extra_bytes = p->extra_keys > 0 ? rapt_arena_size(rapt_size_mul(key_bytes, PANEL)) : 0;
+    plan.unit_bytes = rapt_size_add(rapt_size_mul(plan.cut_bytes, (size_t)plan.max_cuts), plan.extra_bytes);
+
+    size_t budget = rapt_size_mul(WAVE_BYTES_PER_LANE, (size_t)context->lanes);
+    plan.wave_units = plan.units;
+    if (rapt_size_mul(plan.unit_bytes, (size_t)plan.units) > budget) {
+        plan.wave_units = plan.unit_bytes > budget ? 1 : (int64_t)(budget / plan.unit_bytes);
+    }
+    plan.table_bytes = rapt_size_add(sizeof(attn_unit), rapt_size_mul(sizeof(attn_keys), (size_t)plan.max_cuts + 1));
+    plan.table_bytes =
+        rapt_arena_size(rapt_size_mul(plan.table_bytes, (size_t)plan.units)); /* more than one wave needs,
+    but never less than a smaller problem's */
+
+    /* A lane: q [rows][D], scores and bias [rows + 1][CUT], a partial and a total; for weights also whole rows of
+     * them. */
+    size_t q_and_scores = rapt_size_mul(plan.real, product_of(plan.tile_rows + 1, p->dim + CUT));
+    plan.partial_bytes = rapt_arena_size(partial_size(&plan));
+    plan.lane_bytes = rapt_arena_size(rapt_size_add(q_and_scores, rapt_size_mul(2, plan.partial_bytes)));
+    if (p->weights.data != NULL) {
+        int64_t columns = p->keys + p->extra_keys;
+        plan.weights_bytes = rapt_arena_size(rapt_size_mul(plan.real, product_of(plan.tile_rows, columns)));
+        plan.stats_bytes = rapt_arena_size(rapt_size_mul(2 * plan.real, product_of(p->batch * p->heads, p->queries)));
+        if (p->average_weights && rapt_dtype_size(p->dtype) < plan.real) {
+            size_t rows = product_of(p->batch, p->queries);
+            plan.average_bytes = rapt_arena_size(rapt_size_mul(rapt_size_mul(plan.real, rows), (size_t)columns));
+        }
+    }
+
+    /* Room for split tiles is kept even by a call that does not split, so that a smaller one after it has it. */
+    int64_t tiles = plan.units * plan.tiles_per_unit;
+    plan.split = plan.max_cuts > 1 && tiles < context->lanes && context->split_keys >= 0;
+    int64_t split_tiles = plan.max_cuts > 1 ? smaller(tiles, context->lanes - 1) : 0;
+    if (context->split_keys > 0) {
+        plan.split = true;
+        split_tiles = plan.wave_units * plan.tiles_per_unit;
+    }
+    size_t cuts = (size_t)plan.max_cuts + (p->extra_keys > 0);
+    plan.partials_bytes = rapt_size_mul(rapt_size_mul(plan.partial_bytes, cuts), (size_t)split_tiles);
+    return plan;
+}
+
+static size_t attn_scratch(const rapt_context *context, const attn_problem *p) {
+    attn_plan plan = make_plan(context, p);
+    size_t budget = rapt_size_mul(WAVE_BYTES_PER_LANE, (size_t)context->lanes);
+    /* The wave's memory must not be smaller for a larger problem, so it is the budget once that is reached. */
+    size_t all_units = rapt_size_mul(plan.unit_bytes, (size_t)plan.units);
+    size_t total = smaller_size(all_units, plan.unit_bytes > budget ? plan.unit_bytes : budget);
+    total = rapt_size_add(rapt_arena_size(total), plan.table_bytes);
+    total = rapt_size_add(total, rapt_size_mul(plan.lane_bytes + plan.weights_bytes, (size_t)context->lanes));
+    total =
+        rapt_size_add(total, rapt_size_add(plan.partials_bytes, rapt_size_add(plan.stats_bytes, plan.average_bytes)));
+    return total;
+}
+
+/* ---- a wave ---- */
+
+typedef struct attn_job {
+    const rapt_cpu_kernels *kernels;
+    const attn_problem *problem;
+    attn_plan plan;
+    attn_unit *units; /* of this wave */
+    int64_t unit_count;
+    char *packed, *lanes, *partials;
+    char *reference_stats, *sum_stats; /* [N, H, L] */
+    void *average;
+} attn_job;
+
+static void find_unit(const attn_job *job, int64_t index, attn_unit *unit) {
+    const attn_problem *p = job->problem;
+    unit->n = index / p->kv_heads;
+    unit->kv_head = index % p->kv_heads;
+    int64_t low, high, unused;
+    int64_t begin = p->key_start != NULL ? p->key_start[unit->n] : 0;
+    int64_t end = p->key_lengths != NULL ? begin + p->key_lengths[unit->n] : p->keys;
+    while (begin < end && is_padding(p, unit->n, begin)) begin++;
+    while (end > begin && is_padding(p, unit->n, end - 1)) end--;
+    unit->first_key = begin;
+    unit->end = end;
+    rapt_visible_keys(p, unit->n, 0, &low, &unused); /* both ends of the band grow with the query */
+    rapt_visible_keys(p, unit->n, p->queries - 1, &unused, &high);
+    if (low < begin) low = begin;
+    if (high > end) high = end;
+    unit->first_cut = (low - begin) / CUT;
+    unit->cuts = low < high ? divide_up(high - begin, CUT) - unit->first_cut : 0;
+}
+
+static int64_t cuts_with_extra(const attn_job *job, const attn_unit *unit) {
+    return unit->cuts + (job->problem->extra_keys > 0);
+}
+
+static void pack_cut(void *arg, int64_t item, int32_t lane) {
+    (void)lane;
+    const attn_job *job = arg;
+    const attn_problem *p = job->problem;
+    const attn_plan *plan = &job->plan;
+    int64_t slots = plan->max_cuts + (p->extra_keys > 0);
+    attn_unit *unit = &job->units[item / slots];
+    int64_t cut = item % slots;
+    if (cut >= cuts_with_extra(job, unit)) return;
+    attn_keys *keys = &unit->keys[cut];
+    keys->extra = cut == unit->cuts;
+    keys->first_key = keys->extra ? p->keys : unit->first_key + (unit->first_cut + cut) * CUT;
+    keys->keys = keys->extra ? p->extra_keys : smaller(CUT, unit->end - keys->first_key);
+    keys->capacity = keys->extra ? PANEL : plan->cut_capacity;
+
+    char *packed = job->packed + (size_t)(item / slots) * plan->unit_bytes + (size_t)cut * plan->cut_bytes;
+    keys->k = packed;
+    char *values = packed + plan->real * (size_t)(keys->capacity * p->dim);
+    keys->v = values;
+    const rapt_view *k = keys->extra ? &p->extra_k : &p->k, *v = keys->extra ? &p->extra_v : &p->v;
+    int64_t first = keys->extra ? 0 : keys->first_key, element = (int64_t)rapt_dtype_size(p->dtype);
+    const char *k_rows =
+        k->data + element * (unit->n * k->stride[0] + unit->kv_head * k->stride[1] + first * k->stride[2]);
+    const char *v_rows =
+        v->data + element * (unit->n * v->stride[0] + unit->kv_head * v->stride[1] + first * v->stride[2]);
+    for (int64_t j = 0; j < keys->keys; j += PANEL) {
+        job->kernels->pack_columns(packed + plan->real * (size_t)(j * p->dim), PANEL,
+                                   k_rows + element * j * k->stride[2], p->dtype, smaller(PANEL, keys->keys - j),
+                                   p->dim, k->stride[2], k->stride[3]);
+    }
+    bool finite = true;
+    for (int64_t d = 0; d < p->value_dim; d += PANEL) {
+        int64_t width = smaller(PANEL, plan->out_stride - d);
+        finite &= job->kernels->pack_rows(values + plan->real * (size_t)(d * keys->capacity), width,
+                                          v_rows + element * d * v->stride[3], p->dtype, keys->keys,
+                                          smaller(PANEL, p->value_dim - d), v->stride[2], v->stride[3]);
+    }
+    keys->has_non_finite_values = !finite;
+}
+
+/* ---- tiles ---- */
+
+typedef struct lane_scratch {
+    void *q, *scores;
+    attn_partial partial, total;
+    void *weights;
+} lane_scratch;
+
+static attn_partial partial_at(const attn_plan *plan, char *memory) {
+    size_t row_reals = plan->real * (size_t)plan->tile_rows;
+    size_t out_bytes = row_reals * (size_t)plan->out_stride;
+    return (attn_partial){.out = memory,
+                          .reference = memory + out_bytes,
+                          .sum = memory + out_bytes + row_reals,
+                          .out_stride = plan->out_stride};
+}
+
+static lane_scratch scratch_of(const attn_job *job, int32_t lane) {
+    const attn_plan *plan = &job->plan;
+    char *memory = job->lanes + (size_t)lane * (plan->lane_bytes + plan->weights_bytes);
+    lane_scratch scratch;
+    scratch.partial = partial_at(plan, memory);
+    scratch.total = partial_at(plan, memory + plan->partial_bytes);
+    scratch.scores = memory + 2 * plan->partial_bytes;
+    scratch.q = (char *)scratch.scores + plan->real * (size_t)((plan->tile_rows + 1) * CUT);
+    scratch.weights = memory + plan->lane_bytes;
+    return scratch;
+}
+
+/* Late rows see more keys under a causal band: they go first, so that no long tile is left for the end. */
+static attn_rows tile_rows(const attn_job *job, const attn_unit *unit, int64_t tile) {
+    const attn_plan *plan = &job->plan;
+    int64_t first = (plan->tiles_per_unit - 1 - tile) * plan->tile_rows;
+    return (attn_rows){.problem = job->problem,
+                       .n = unit->n,
+                       .kv_head = unit->kv_head,
+                       .first_head = unit->kv_head * plan->group,
+                       .heads = plan->group,
+                       .first = first,
+                       .count = smaller(plan->tile_rows, plan->rows_per_unit - first)};
+}
+
+static void finish_tile(const attn_job *job, const attn_rows *rows, const attn_partial *total) {
+    const attn_problem *p = job->problem;
+    if (job->plan.stats_bytes > 0) {
+        size_t real = job->plan.real;
+        for (int64_t r = 0; r < rows->count; r++) {
+            int64_t row = rows->first + r, head = rows->first_head + row % rows->heads, query = row / rows->heads;
+            size_t at = real * (size_t)((rows->n * p->heads + head) * p->queries + query);
+            memcpy(job->reference_stats + at, (char *)total->reference + real * (size_t)r, real);
+            memcpy(job->sum_stats + at, (char *)total->sum + real * (size_t)r, real);
+        }
+    }
+    job->kernels->attn_finish(rows, total);
+}
+
+static void run_tile(void *arg, int64_t item, int32_t lane) {
+    const attn_job *job = arg;
+    const attn_unit *unit = &job->units[item / job->plan.tiles_per_unit];
+    attn_rows rows = tile_rows(job, unit, item % job->plan.tiles_per_unit);
+    lane_scratch scratch = scratch_of(job, lane);
+    job->kernels->pack_queries(&rows, scratch.q);
+    job->kernels->attn_begin(rows.count, &scratch.total);
+    for (int64_t cut = 0; cut < cuts_with_extra(job, unit); cut++) {
+        if (job->kernels->attn_cut(&rows, &unit->keys[cut], scratch.q, scratch.scores, &scratch.partial)) {
+            job->kernels->attn_merge(rows.count, &scratch.total, &scratch.partial);
+        }
+    }
+    finish_tile(job, &rows, &scratch.total);
+}
+
+/* The same in two steps: each cut of a tile on its own, then the cuts of a tile merged in order. */
+static char *split_partial(const attn_job *job, int64_t tile, int64_t cut) {
+    size_t slots = (size_t)job->plan.max_cuts + (job->problem->extra_keys > 0);
+    return job->partials + ((size_t)tile * slots + (size_t)cut) * job->plan.partial_bytes;
+}
+
+static void run_split_cut(void *arg, int64_t item, int32_t lane) {
+    const attn_job *job = arg;
+    int64_t slots = job->plan.max_cuts + (job->problem->extra_keys > 0), tile = item / slots, cut = item % slots;
+    const attn_unit *unit = &job->units[tile / job->plan.tiles_per_unit];
+    if (cut >= cuts_with_extra(job, unit)) return;
+    attn_rows rows = tile_rows(job, unit, tile % job->plan.tiles_per_unit);
+    lane_scratch scratch = scratch_of(job, lane);
+    attn_partial partial = partial_at(&job->plan, split_partial(job, tile, cut));
+    job->kernels->pack_queries(&rows, scratch.q);
+    if (!job->kernels->attn_cut(&rows, &unit->keys[cut], scratch.q, scratch.scores, &partial)) {
+        job->kernels->attn_begin(rows.count, &partial); /* nothing seen: nothing to add */
+    }
+}
+
+static void merge_split_tile(void *arg, int64_t tile, int32_t lane) {
+    const attn_job *job = arg;
+    const attn_unit *unit = &job->units[tile / job->plan.tiles_per_unit];
+    attn_rows rows = tile_rows(job, unit, tile % job->plan.tiles_per_unit);
+    lane_scratch scratch = scratch_of(job, lane);
+    job->kernels->attn_begin(rows.count, &scratch.total);
+    for (int64_t cut = 0; cut < cuts_with_extra(job, unit); cut++) {
+        attn_partial partial = partial_at(&job->plan, split_partial(job, tile, cut));
+        job->kernels->attn_merge(rows.count, &scratch.total, &partial);
+    }
+    finish_tile(job, &rows, &scratch.total);
+}
+
+/* ---- returned weights ---- */
+
+/* One item: some queries of a sequence, for all heads that the wave holds of it. Heads ascend within the item, and waves
+ * ascend too, so an average sums its heads in order. */
+static void run_weights(void *arg, int64_t item, int32_t lane) {
+    const attn_job *job = arg;
+    const attn_problem *p = job->problem;
+    const attn_plan *plan = &job->plan;
+    int64_t blocks = divide_up(p->queries, plan->tile_rows);
+    int64_t n = job->units[0].n + item / blocks, first = item % blocks * plan->tile_rows;
+    int64_t columns = p->keys + p->extra_keys;
+    lane_scratch scratch = scratch_of(job, lane);
+    for (int64_t u = 0; u < job->unit_count; u++) {
+        const attn_unit *unit = &job->units[u];
+        if (unit->n != n) continue;
+        for (int64_t g = 0; g < plan->group; g++) {
+            attn_rows rows = {.problem = p,
+                              .n = n,
+                              .kv_head = unit->kv_head,
+                              .heads = 1,
+                              .first_head = unit->kv_head * plan->group + g,
+                              .first = first,
+                              .count = smaller(plan->tile_rows, p->queries - first)};
+            size_t stats = plan->real * (size_t)((n * p->heads + rows.first_head) * p->queries + first);
+            job->kernels->pack_queries(&rows, scratch.q);
+            memset(scratch.weights, 0, plan->real * (size_t)(rows.count * columns));
+            for (int64_t cut = 0; cut < cuts_with_extra(job, unit); cut++) {
+                job->kernels->attn_weights(&rows, &unit->keys[cut], scratch.q, scratch.scores,
+                                           job->reference_stats + stats, job->sum_stats + stats, scratch.weights,
+                                           columns);
+            }
+            job->kernels->store_weights(&rows, scratch.weights, columns, job->average);
+        }
+    }
+}
+
+/* ---- all waves ---- */
+
+static void run_wave(rapt_context *context, attn_job *job, int64_t first_unit) {
+    const attn_problem *p = job->problem;
+    const attn_plan *plan = &job->plan;
+    for (int64_t u = 0; u < job->unit_count; u++) find_unit(job, first_unit + u, &job->units[u]);
+
+    int64_t slots = plan->max_cuts + (p->extra_keys > 0), tiles = job->unit_count * plan->tiles_per_unit;
+    double unit_keys = (double)p->keys * (double)(p->dim + p->value_dim);
+    double packing = (double)job->unit_count * unit_keys, scoring = packing * (double)plan->rows_per_unit;
+    rapt_parallel(context, job->unit_count * slots, packing, pack_cut, job);
+    if (plan->split) {
+        rapt_parallel(context, tiles * slots, scoring, run_split_cut, job);
+        rapt_parallel(context, tiles, (double)tiles * (double)(slots * plan->tile_rows * plan->out_stride),
+                      merge_split_tile, job);
+    } else {
+        rapt_parallel(context, tiles, scoring, run_tile, job);
+    }
+    if (p->weights.data != NULL) {
+        int64_t sequences = job->units[job->unit_count - 1].n - job->units[0].n + 1;
+        rapt_parallel(context, sequences * divide_up(p->queries, plan->tile_rows), scoring, run_weights, job);
+    }
+}
+
+static char *carve(char **memory, size_t bytes) {
+    char *taken = *memory;
+    *memory += bytes;
+    return taken;
+}
+
+static void attn_forward(rapt_context *context, const attn_problem *p, void *scratch) {
+    attn_job job = {.kernels = context->kernels[p->dtype == RAPT_F64], .problem = p, .plan = make_plan(context, p)};
+    const attn_plan *plan = &job.plan;
+    char *memory = scratch;
+    job.packed = carve(&memory, rapt_arena_size(plan->unit_bytes * (size_t)plan->wave_units));
+    job.units = (attn_unit *)(void *)carve(&memory, plan->table_bytes);
+    job.lanes = carve(&memory, (plan->lane_bytes + plan->weights_bytes) * (size_t)context->lanes);
+    job.partials = carve(&memory, plan->partials_bytes);
+    job.reference_stats = carve(&memory, plan->stats_bytes);
+    job.sum_stats = job.reference_stats + plan->stats_bytes / 2;
+    if (plan->average_bytes > 0) job.average = carve(&memory, plan->average_bytes);
+
+    attn_keys *keys = (attn_keys *)(void *)(job.units + plan->wave_units);
+    for (int64_t u = 0; u < plan->wave_units; u++) job.units[u].keys = keys + u * (plan->max_cuts + 1);
+    for (int64_t first = 0; first < plan->units; first += plan->wave_units) {
+        job.unit_count = smaller(plan->wave_units, plan->units - first);
+        run_wave(context, &job, first);
+    }
+}
+
+const rapt_backend_table rapt_backend_cpu = {
+    .name = "cpu",
+    .reads_packed_weights = true,
+    .attn_scratch = attn_scratch,
+    .attn_forward = attn_forward,
+    .linear_scratch = rapt_cpu_linear_scratch,
+    .linear = rapt_cpu_linear,
+};

@@ -1,0 +1,13 @@
+/* cpu.h - what the files of the CPU backend share above the kernels */
+#ifndef RAPT_CPU_CPU_H
+#define RAPT_CPU_CPU_H
+
+#include "../internal.h"
+
+/* Sets the context's isa and kernels: the one wanted, else the one that RAPT_ISA names, else the best. */
+rapt_status rapt_choose_isa(rapt_context *context, rapt_isa wanted);
+
+size_t rapt_cpu_linear_scratch(const rapt_context *context, const linear_problem *problem);
+void rapt_cpu_linear(rapt_context *context, const linear_problem *problem, void *scratch);
+
+#endif

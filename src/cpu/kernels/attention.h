@@ -1,0 +1,293 @@
+/* attention.h - the tile work of attention: scores, masks, softmax and weighted values of one cut of keys */
+#ifndef RAPT_CPU_KERNELS_ATTENTION_H
+#define RAPT_CPU_KERNELS_ATTENTION_H
+
+#include "pack.h"
+#include "product.h"
+#include "softmax.h"
+
+INLINE int64_t row_query(const attn_rows *rows, int64_t r) { return (rows->first + r) / rows->heads; }
+INLINE int64_t row_head(const attn_rows *rows, int64_t r) { return rows->first_head + (rows->first + r) % rows->heads; }
+
+static void pack_queries(const attn_rows *rows, void *q) {
+    const attn_problem *p = rows->problem;
+    real factor = (real)(p->scale * 0x1.71547652b82fep+0); /* log2(e): scores become powers of two */
+    for (int64_t r = 0; r < rows->count; r++) {
+        real *to = (real *)q + r * p->dim;
+        int64_t offset =
+            rows->n * p->q.stride[0] + row_head(rows, r) * p->q.stride[1] + row_query(rows, r) * p->q.stride[2];
+        load_row(to, p->q.data, p->dtype, offset, p->q.stride[3], p->dim);
+        for (int64_t d = 0; d < p->dim; d++) to[d] *= factor;
+    }
+}
+
+/* ---- which keys a row sees ---- */
+
+/* Columns [*begin, *end) of the cut that the row sees by band and lengths. */
+INLINE void visible_columns(const attn_rows *rows, const attn_keys *keys, int64_t r, int64_t *begin, int64_t *end) {
+    *begin = 0;
+    *end = keys->keys;
+    if (keys->extra) return;
+    int64_t low, high;
+    rapt_visible_keys(rows->problem, rows->n, row_query(rows, r), &low, &high);
+    if (low - keys->first_key > *begin) *begin = low - keys->first_key;
+    if (high - keys->first_key < *end) *end = high - keys->first_key;
+}
+
+/* Columns that any of the rows sees, rounded outwards to COLUMNS. False if there are none. */
+INLINE bool tile_columns(const attn_rows *rows, const attn_keys *keys, int64_t *begin, int64_t *end) {
+    int64_t low, high, last_low, last_high;
+    visible_columns(rows, keys, 0, &low, &high); /* both ends grow with the query */
+    visible_columns(rows, keys, rows->count - 1, &last_low, &last_high);
+    if (last_high > high) high = last_high;
+    if (low >= high) return false;
+    *begin = low / COLUMNS * COLUMNS;
+    *end = rapt_round_up(high, COLUMNS);
+    return true;
+}
+
+/* Adds a mask to bias[begin, end): -inf masks for good, every finite value stays a number however low. */
+INLINE void add_mask(real *bias, const attn_mask *mask, int64_t offset, int64_t begin, int64_t end) {
+    int64_t stride = mask->stride[3];
+    offset += begin * stride;
+    if (mask->dtype == RAPT_BOOL) {
+        const uint8_t *masked = (const uint8_t *)mask->data + offset;
+        for (int64_t c = begin; c < end; c++) {
+            if (masked[(c - begin) * stride]) bias[c] = (real)-INFINITY;
+        }
+        return;
+    }
+    for (int64_t c = begin; c < end; c++) {
+        double wide = rapt_element_load(mask->data, mask->dtype, offset + (c - begin) * stride);
+        real value = (real)wide;
+        if (value < LOWEST && wide > -HUGE_VAL) value = LOWEST; /* an f64 mask in an f32 problem */
+        real both = bias[c] + value;
+        bool masked = value < LOWEST || bias[c] < LOWEST;
+        bias[c] = masked ? (real)-INFINITY : both < LOWEST ? LOWEST : both;
+    }
+}
+
+/* What to add to the scores of one row, as powers of two; returns whether any column is left to see. */
+static bool bias_row(const attn_rows *rows, const attn_keys *keys, int64_t r, int64_t begin, int64_t end, real *bias) {
+    const attn_problem *p = rows->problem;
+    memset(bias + begin, 0, (size_t)(end - begin) * sizeof(real));
+    if (!keys->extra && p->mask.data != NULL) {
+        const int64_t *stride = p->mask.stride;
+        add_mask(bias, &p->mask,
+                 rows->n * stride[0] + row_head(rows, r) * stride[1] + row_query(rows, r) * stride[2] +
+                     keys->first_key * stride[3],
+                 begin, end);
+    }
+    if (!keys->extra && p->padding.data != NULL) {
+        const int64_t *stride = p->padding.stride;
+        add_mask(bias, &p->padding, rows->n * stride[0] + keys->first_key * stride[3], begin, end);
+    }
+    bool sees_a_key = false;
+    for (int64_t c = begin; c < end; c++) {
+        bool masked = bias[c] < LOWEST;
+        real value = bias[c] * LOG2_E;
+        bias[c] = masked ? (real)-INFINITY : value < LOWEST ? LOWEST : value;
+        sees_a_key |= !masked;
+    }
+    return sees_a_key;
+}
+
+/* Brings band and masks into the scores of one row: what it does not see becomes -inf, whatever was there. With the bias
+ * (zeros where there is no mask) what it sees is at least the lowest number. */
+INLINE bool mask_row(const attn_rows *rows, const attn_keys *keys, int64_t r, int64_t begin, int64_t end,
+                     bool needs_bias, real *bias, real *t) {
+    int64_t low, high;
+    visible_columns(rows, keys, r, &low, &high);
+    if (low >= high) return false;
+    bool sees_a_key = true;
+    if (needs_bias) {
+        sees_a_key = bias_row(rows, keys, r, low, high, bias);
+        for (int64_t c = low; c < high; c++) {
+            real sum = t[c] + bias[c];
+            t[c] = bias[c] < LOWEST ? (real)-INFINITY : sum < LOWEST ? LOWEST : sum;
+        }
+    }
+    for (int64_t c = begin; c < low; c++) t[c] = (real)-INFINITY;
+    for (int64_t c = high; c < end; c++) t[c] = (real)-INFINITY;
+    return sees_a_key;
+}
+
+/* ---- one cut ---- */
+
+/* Scores [count][CUT] of the columns [begin, end). */
+static void tile_scores(const attn_rows *rows, const attn_keys *keys, const real *q, int64_t begin, int64_t end,
+                        real *scores) {
+    int64_t dim = rows->problem->dim;
+    for (int64_t panel = begin / PANEL; panel * PANEL < end; panel++) {
+        int64_t first = panel * PANEL > begin ? panel * PANEL : begin;
+        int64_t last = (panel + 1) * PANEL < end ? (panel + 1) * PANEL : end;
+        const real *k = (const real *)keys->k + panel * PANEL * dim + (first - panel * PANEL);
+        product(rows->count, dim, q, dim, k, PANEL, last - first, scores + first, CUT);
+    }
+}
+
+/* The product of weights and values where values hold NaN or infinity: a masked key (weight -0) must add nothing, and
+ * 0 * NaN would. Otherwise the same chains as product(). */
+static void select_product(int64_t rows, int64_t inner, const real *weights, const real *v, int64_t width, real *out,
+                           int64_t out_stride) {
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t d = 0; d < width; d += LANES) {
+            vec sum = v_zero();
+            for (int64_t c = 0; c < inner; c++) {
+                real weight = weights[r * CUT + c];
+                if (!signbit(weight)) sum = v_fma(v_all(weight), v_load(v + c * width + d), sum);
+            }
+            v_store(out + r * out_stride + d, sum);
+        }
+    }
+}
+
+static bool attn_cut(const attn_rows *rows, const attn_keys *keys, const void *q, void *scratch,
+                     attn_partial *partial) {
+    int64_t begin, end;
+    if (!tile_columns(rows, keys, &begin, &end)) return false;
+    real *bias = scratch, *scores = bias + CUT;
+    tile_scores(rows, keys, q, begin, end, scores);
+
+    const attn_problem *p = rows->problem;
+    bool mark_masked = keys->has_non_finite_values;
+    bool needs_bias = p->mask.data != NULL || p->padding.data != NULL || mark_masked;
+    for (int64_t r = 0; r < rows->count; r++) {
+        real *t = scores + r * CUT, *sum = (real *)partial->sum + r, largest = (real)-INFINITY;
+        bool sees_a_key = mask_row(rows, keys, r, begin, end, needs_bias, bias, t), mark = mark_masked;
+        if (sees_a_key) largest = largest_score(t, begin, end);
+        if (sees_a_key && largest <= LOWEST) {
+            /* Every score that is seen is the lowest number, or overflowed, or NaN: now masked ones must be told apart. */
+            if (!needs_bias) mask_row(rows, keys, r, begin, end, true, bias, t);
+            largest = LOWEST;
+            mark = true;
+        }
+        ((real *)partial->reference)[r] = softmax_row(t, begin, end, largest, mark, sum);
+    }
+
+    int64_t inner = (end < keys->keys ? end : keys->keys) - begin;
+    for (int64_t d = 0; d < partial->out_stride; d += PANEL) {
+        int64_t width = partial->out_stride - d < PANEL ? partial->out_stride - d : PANEL;
+        const real *v = (const real *)keys->v + d * keys->capacity + begin * width;
+        real *out = (real *)partial->out + d;
+        if (mark_masked) {
+            select_product(rows->count, inner, scores + begin, v, width, out, partial->out_stride);
+        } else {
+            product(rows->count, inner, scores + begin, CUT, v, width, width, out, partial->out_stride);
+        }
+    }
+    return true;
+}
+
+/* ---- cuts together ---- */
+
+static void attn_begin(int64_t rows, attn_partial *total) {
+    for (int64_t r = 0; r < rows; r++) {
+        ((real *)total->reference)[r] = (real)-INFINITY;
+        ((real *)total->sum)[r] = 0;
+    }
+    memset(total->out, 0, (size_t)(rows * total->out_stride) * sizeof(real));
+}
+
+static void attn_merge(int64_t rows, attn_partial *total, const attn_partial *partial) {
+    for (int64_t r = 0; r < rows; r++) {
+        real *reference = (real *)total->reference + r, *sum = (real *)total->sum + r;
+        real added_reference = ((const real *)partial->reference)[r], added_sum = ((const real *)partial->sum)[r];
+        if (added_reference == (real)-INFINITY) continue;
+        real higher = *reference > added_reference ? *reference : added_reference;
+        real shrink = pow2_or_zero(*reference - higher), shrink_added = pow2_or_zero(added_reference - higher);
+        *reference = higher;
+        *sum = *sum * shrink + added_sum * shrink_added;
+        real *out = (real *)total->out + r * total->out_stride;
+        const real *added = (const real *)partial->out + r * partial->out_stride;
+        for (int64_t d = 0; d < total->out_stride; d += LANES) {
+            vec scaled = v_mul(v_load(out + d), v_all(shrink));
+            v_store(out + d, v_add(scaled, v_mul(v_load(added + d), v_all(shrink_added))));
+        }
+    }
+}
+
+/* A query that sees a single key gets its value as it is: weight / weight is 1, but (weight * value) / weight need not
+ * be the value, and a single token that takes the short way through the layer must get these bits too. */
+static bool copy_sole_value(const attn_rows *rows, int64_t r, real sum, real *out) {
+    if (!(sum > (real)0.7 && sum < (real)1.42)) return false; /* a lone weight is 2^r with |r| <= 1/2 */
+    const attn_problem *p = rows->problem;
+    int64_t key = rapt_sole_key(p, rows->n, row_head(rows, r), row_query(rows, r));
+    if (key < 0) return false;
+    const rapt_view *v = key < p->keys ? &p->v : &p->extra_v;
+    if (key >= p->keys) key -= p->keys;
+    int64_t offset = rows->n * v->stride[0] + rows->kv_head * v->stride[1] + key * v->stride[2];
+    load_row(out, v->data, p->dtype, offset, v->stride[3], p->value_dim);
+    return true;
+}
+
+static void attn_finish(const attn_rows *rows, const attn_partial *total) {
+    const attn_problem *p = rows->problem;
+    int64_t element = (int64_t)rapt_dtype_size(p->dtype);
+    for (int64_t r = 0; r < rows->count; r++) {
+        real reference = ((const real *)total->reference)[r], sum = ((const real *)total->sum)[r];
+        real *out = (real *)total->out + r * total->out_stride;
+        int64_t head = row_head(rows, r), query = row_query(rows, r);
+        if (reference != (real)-INFINITY && !copy_sole_value(rows, r, sum, out)) {
+            vec inverse = v_all(1 / sum);
+            for (int64_t d = 0; d < total->out_stride; d += LANES) v_store(out + d, v_mul(v_load(out + d), inverse));
+        }
+        for (int64_t d = 0; d < p->value_dim; d++) out[d] += 0; /* final zeros are +0 */
+        int64_t at = rows->n * p->out.stride[0] + head * p->out.stride[1] + query * p->out.stride[2];
+        store_row(out, p->value_dim, p->out.data + at * element, p->dtype, p->out.stride[3]);
+        if (p->lse.data != NULL) {
+            double lse = ((double)reference + rapt_log2((double)sum)) * 0x1.62e42fefa39efp-1; /* ln 2 */
+            int64_t to = rows->n * p->lse.stride[0] + head * p->lse.stride[1] + query * p->lse.stride[2];
+            ((real *)(void *)p->lse.data)[to] = reference == (real)-INFINITY ? (real)-INFINITY : (real)lse;
+        }
+    }
+}
+
+/* ---- returned weights ---- */
+
+static void attn_weights(const attn_rows *rows, const attn_keys *keys, const void *q, void *scratch,
+                         const void *reference, const void *sum, void *weights, int64_t weights_stride) {
+    int64_t begin, end;
+    if (!tile_columns(rows, keys, &begin, &end)) return;
+    real *bias = scratch, *scores = bias + CUT;
+    tile_scores(rows, keys, q, begin, end, scores);
+    int64_t last = end < keys->keys ? end : keys->keys;
+    for (int64_t r = 0; r < rows->count; r++) {
+        real *t = scores + r * CUT;
+        /* With the bias even where there is no mask: it lifts scores that overflowed to -inf off the masked ones. */
+        if (!mask_row(rows, keys, r, begin, end, true, bias, t)) continue;
+        vec row_reference = v_all(((const real *)reference)[r]), row_sum = v_all(((const real *)sum)[r]);
+        for (int64_t c = begin; c < end; c += LANES) {
+            vec score = v_load(t + c);
+            v_store(t + c, v_where_masked(score, v_zero(), v_div(v_weight(score, row_reference), row_sum)));
+        }
+        memcpy((real *)weights + r * weights_stride + keys->first_key + begin, t + begin,
+               (size_t)(last - begin) * sizeof(real));
+    }
+}
+
+static void store_weights(const attn_rows *rows, const void *weights, int64_t weights_stride, void *average) {
+    const attn_problem *p = rows->problem;
+    int64_t columns = p->keys + p->extra_keys, element = (int64_t)rapt_dtype_size(p->dtype);
+    bool first_head = rows->first_head == 0, last_head = rows->first_head == p->heads - 1;
+    for (int64_t r = 0; r < rows->count; r++) {
+        const real *row = (const real *)weights + r * weights_stride;
+        int64_t query = row_query(rows, r);
+        char *target = p->weights.data + element * (rows->n * p->weights.stride[0] + query * p->weights.stride[2]);
+        if (!p->average_weights) {
+            target += element * rows->first_head * p->weights.stride[1];
+            store_row(row, columns, target, p->dtype, p->weights.stride[3]);
+            continue;
+        }
+        real *sum =
+            average == NULL ? (real *)(void *)target : (real *)average + (rows->n * p->queries + query) * columns;
+        int64_t stride = average == NULL ? p->weights.stride[3] : 1;
+        for (int64_t j = 0; j < columns; j++) {
+            real value = first_head ? row[j] : sum[j * stride] + row[j];
+            sum[j * stride] = last_head ? value / (real)p->heads : value;
+        }
+        if (last_head && average != NULL) store_row(sum, columns, target, p->dtype, p->weights.stride[3]);
+    }
+}
+
+#endif

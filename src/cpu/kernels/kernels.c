@@ -1,0 +1,48 @@
+/* kernels.c - compiled once for each ISA and accumulation type; each object offers one table
+ *
+ * RAPT_KERNEL_ISA_{BASELINE,AVX2,AVX512,NEON} and RAPT_KERNEL_{F32,F64} say which. Everything is static but the table.
+ */
+#include "kernels.h"
+
+#include "attention.h"
+
+static void linear_panel(const void *x, int64_t stride, int64_t count, int64_t features, const void *panel,
+                         int64_t width, void *y) {
+    product(count, features, x, stride, panel, width, width, y, width);
+    const real *bias = (const real *)panel + features * width;
+    for (int64_t r = 0; r < count; r++) {
+        real *row = (real *)y + r * width;
+        for (int64_t c = 0; c < width; c += LANES) v_store(row + c, v_add(v_load(row + c), v_load(bias + c)));
+    }
+}
+
+#if defined(RAPT_KERNEL_ISA_AVX512)
+#define TABLE_NAME(type) rapt_kernels_avx512_##type
+#elif defined(RAPT_KERNEL_ISA_AVX2)
+#define TABLE_NAME(type) rapt_kernels_avx2_##type
+#elif defined(RAPT_KERNEL_ISA_NEON)
+#define TABLE_NAME(type) rapt_kernels_neon_##type
+#else
+#define TABLE_NAME(type) rapt_kernels_baseline_##type
+#endif
+
+#ifdef RAPT_KERNEL_F32
+#define TABLE TABLE_NAME(f32)
+#else
+#define TABLE TABLE_NAME(f64)
+#endif
+
+extern const rapt_cpu_kernels TABLE;
+const rapt_cpu_kernels TABLE = {
+    .pack_columns = pack_columns,
+    .pack_rows = pack_rows,
+    .pack_queries = pack_queries,
+    .attn_begin = attn_begin,
+    .attn_cut = attn_cut,
+    .attn_merge = attn_merge,
+    .attn_finish = attn_finish,
+    .attn_weights = attn_weights,
+    .store_weights = store_weights,
+    .linear_panel = linear_panel,
+    .store_row = store_row,
+};

@@ -1,0 +1,62 @@
+/* vec.h - the element type and the vector operations that all kernels are written in
+ *
+ * `real` is the accumulation type of this compilation, `vec` holds LANES of them. Every operation is exactly rounded, so
+ * all ISAs with a fused multiply-add give the same bits as long as the kernels sum in one order. The ones that need
+ * a word:
+ *
+ *   v_fma(a, b, c)             a * b + c, rounded once
+ *   v_round(x)                 to the nearest integer, ties to even
+ *   v_max_or_second(a, b)      a > b ? a : b, so b when either is NaN
+ *   v_times_pow2(x, k)         x * 2^k for integers k <= 0, and exactly 0 below LEAST_POWER (never a denormal power);
+ *                              a NaN in x stays NaN
+ *   v_where_masked(s, t, o)    t in the lanes where s is -inf, else o
+ */
+#ifndef RAPT_CPU_KERNELS_VEC_H
+#define RAPT_CPU_KERNELS_VEC_H
+
+#include <float.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline, unused))
+
+#ifdef RAPT_KERNEL_F32
+typedef float real;
+typedef uint32_t bits;
+#define MANTISSA_BITS 23
+#define LEAST_POWER (-125.0f)         /* so that a weight, at least 2^-0.5 * 2^-125, is a normal number */
+#define POWER_MAGIC (0x1.8p23f + 127) /* k + this has the biased exponent k + 127 in its low bits */
+#define ROUND_MAGIC 0x1.8p23f
+#define ROUND_LIMIT 0x1p22f
+#define LOWEST (-FLT_MAX)
+#define LOG2_E 0x1.715476p+0f
+#else
+typedef double real;
+typedef uint64_t bits;
+#define MANTISSA_BITS 52
+#define LEAST_POWER (-1021.0)
+#define POWER_MAGIC (0x1.8p52 + 1023)
+#define ROUND_MAGIC 0x1.8p52
+#define ROUND_LIMIT 0x1p51
+#define LOWEST (-DBL_MAX)
+#define LOG2_E 0x1.71547652b82fep+0
+#endif
+
+#if defined(RAPT_KERNEL_ISA_AVX512)
+#include "vec_avx512.h"
+#elif defined(RAPT_KERNEL_ISA_AVX2)
+#include "vec_avx2.h"
+#elif defined(RAPT_KERNEL_ISA_NEON)
+#include "vec_neon.h"
+#else
+#include "vec_baseline.h"
+#endif
+
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 8")
+#endif
+
+#endif

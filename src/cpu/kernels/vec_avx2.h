@@ -1,0 +1,51 @@
+/* vec_avx2.h - the vector operations of vec.h with AVX2 and FMA */
+#include <immintrin.h>
+
+#define MICRO_ROWS 6
+#define MICRO_VECTORS 2 /* 12 accumulators, 2 vectors of B and one of A: 15 of 16 registers */
+
+#ifdef RAPT_KERNEL_F32
+typedef __m256 vec;
+#define LANES 8
+INLINE vec v_zero(void) { return _mm256_setzero_ps(); }
+INLINE vec v_all(real x) { return _mm256_set1_ps(x); }
+INLINE vec v_load(const real *p) { return _mm256_loadu_ps(p); }
+INLINE void v_store(real *p, vec x) { _mm256_storeu_ps(p, x); }
+INLINE vec v_add(vec a, vec b) { return _mm256_add_ps(a, b); }
+INLINE vec v_sub(vec a, vec b) { return _mm256_sub_ps(a, b); }
+INLINE vec v_mul(vec a, vec b) { return _mm256_mul_ps(a, b); }
+INLINE vec v_div(vec a, vec b) { return _mm256_div_ps(a, b); }
+INLINE vec v_fma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE vec v_round(vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+INLINE vec v_max_or_second(vec a, vec b) { return _mm256_max_ps(a, b); }
+INLINE vec v_times_pow2(vec x, vec k) {
+    __m256i power = _mm256_slli_epi32(_mm256_castps_si256(v_add(k, v_all(POWER_MAGIC))), MANTISSA_BITS);
+    __m256 keep = _mm256_cmp_ps(k, v_all(LEAST_POWER), _CMP_GE_OQ);
+    return v_mul(x, _mm256_and_ps(keep, _mm256_castsi256_ps(power)));
+}
+INLINE vec v_where_masked(vec score, vec then, vec otherwise) {
+    return _mm256_blendv_ps(otherwise, then, _mm256_cmp_ps(score, v_all(-INFINITY), _CMP_EQ_OQ));
+}
+#else
+typedef __m256d vec;
+#define LANES 4
+INLINE vec v_zero(void) { return _mm256_setzero_pd(); }
+INLINE vec v_all(real x) { return _mm256_set1_pd(x); }
+INLINE vec v_load(const real *p) { return _mm256_loadu_pd(p); }
+INLINE void v_store(real *p, vec x) { _mm256_storeu_pd(p, x); }
+INLINE vec v_add(vec a, vec b) { return _mm256_add_pd(a, b); }
+INLINE vec v_sub(vec a, vec b) { return _mm256_sub_pd(a, b); }
+INLINE vec v_mul(vec a, vec b) { return _mm256_mul_pd(a, b); }
+INLINE vec v_div(vec a, vec b) { return _mm256_div_pd(a, b); }
+INLINE vec v_fma(vec a, vec b, vec c) { return _mm256_fmadd_pd(a, b, c); }
+INLINE vec v_round(vec x) { return _mm256_round_pd(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+INLINE vec v_max_or_second(vec a, vec b) { return _mm256_max_pd(a, b); }
+INLINE vec v_times_pow2(vec x, vec k) {
+    __m256i power = _mm256_slli_epi64(_mm256_castpd_si256(v_add(k, v_all(POWER_MAGIC))), MANTISSA_BITS);
+    __m256d keep = _mm256_cmp_pd(k, v_all(LEAST_POWER), _CMP_GE_OQ);
+    return v_mul(x, _mm256_and_pd(keep, _mm256_castsi256_pd(power)));
+}
+INLINE vec v_where_masked(vec score, vec then, vec otherwise) {
+    return _mm256_blendv_pd(otherwise, then, _mm256_cmp_pd(score, v_all((real)-INFINITY), _CMP_EQ_OQ));
+}
+#endif

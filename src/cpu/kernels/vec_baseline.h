@@ -1,0 +1,48 @@
+/* vec_baseline.h - the vector operations of vec.h in the compilers' generic 16-byte vectors, for any CPU
+ *
+ * There is no fused multiply-add to rely on, so v_fma rounds twice: results differ from the other ISAs' by rounding.
+ */
+#define MICRO_ROWS 4
+#define MICRO_VECTORS 2
+
+typedef real vec __attribute__((vector_size(16)));
+typedef bits vec_bits __attribute__((vector_size(16)));
+#ifdef RAPT_KERNEL_F32
+#define LANES 4
+#else
+#define LANES 2
+#endif
+
+INLINE vec v_all(real x) {
+    vec all = {0};
+    return all + x;
+}
+INLINE vec v_zero(void) { return (vec){0}; }
+INLINE vec v_load(const real *p) {
+    vec x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+INLINE void v_store(real *p, vec x) { memcpy(p, &x, sizeof x); }
+INLINE vec v_add(vec a, vec b) { return a + b; }
+INLINE vec v_sub(vec a, vec b) { return a - b; }
+INLINE vec v_mul(vec a, vec b) { return a * b; }
+INLINE vec v_div(vec a, vec b) { return a / b; }
+INLINE vec v_fma(vec a, vec b, vec c) { return a * b + c; }
+INLINE vec v_select(vec_bits chosen, vec then, vec otherwise) {
+    return (vec)((chosen & (vec_bits)then) | (~chosen & (vec_bits)otherwise));
+}
+/* Adding and taking away 1.5 * 2^mantissa_bits leaves no room for a fraction; larger numbers have none anyway. */
+INLINE vec v_round(vec x) {
+    vec magic = v_all(ROUND_MAGIC), limit = v_all(ROUND_LIMIT);
+    vec_bits small = (vec_bits)((x < limit) & (x > -limit));
+    return v_select(small, (x + magic) - magic, x);
+}
+INLINE vec v_max_or_second(vec a, vec b) { return v_select((vec_bits)(a > b), a, b); }
+INLINE vec v_times_pow2(vec x, vec k) {
+    vec_bits power = (vec_bits)(k + v_all(POWER_MAGIC)) << MANTISSA_BITS;
+    return x * (vec)(power & (vec_bits)(k >= v_all(LEAST_POWER)));
+}
+INLINE vec v_where_masked(vec score, vec then, vec otherwise) {
+    return v_select((vec_bits)(score == v_all((real)-INFINITY)), then, otherwise);
+}

@@ -1,0 +1,49 @@
+/* vec_neon.h - the vector operations of vec.h with AArch64 Advanced SIMD */
+#include <arm_neon.h>
+
+#define MICRO_ROWS 6
+#define MICRO_VECTORS 4 /* 24 accumulators, 4 vectors of B and one of A: 29 of 32 registers */
+
+#ifdef RAPT_KERNEL_F32
+typedef float32x4_t vec;
+#define LANES 4
+INLINE vec v_zero(void) { return vdupq_n_f32(0); }
+INLINE vec v_all(real x) { return vdupq_n_f32(x); }
+INLINE vec v_load(const real *p) { return vld1q_f32(p); }
+INLINE void v_store(real *p, vec x) { vst1q_f32(p, x); }
+INLINE vec v_add(vec a, vec b) { return vaddq_f32(a, b); }
+INLINE vec v_sub(vec a, vec b) { return vsubq_f32(a, b); }
+INLINE vec v_mul(vec a, vec b) { return vmulq_f32(a, b); }
+INLINE vec v_div(vec a, vec b) { return vdivq_f32(a, b); }
+INLINE vec v_fma(vec a, vec b, vec c) { return vfmaq_f32(c, a, b); }
+INLINE vec v_round(vec x) { return vrndnq_f32(x); }
+INLINE vec v_max_or_second(vec a, vec b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
+INLINE vec v_times_pow2(vec x, vec k) {
+    uint32x4_t power = vshlq_n_u32(vreinterpretq_u32_f32(v_add(k, v_all(POWER_MAGIC))), MANTISSA_BITS);
+    return v_mul(x, vreinterpretq_f32_u32(vandq_u32(power, vcgeq_f32(k, v_all(LEAST_POWER)))));
+}
+INLINE vec v_where_masked(vec score, vec then, vec otherwise) {
+    return vbslq_f32(vceqq_f32(score, v_all(-INFINITY)), then, otherwise);
+}
+#else
+typedef float64x2_t vec;
+#define LANES 2
+INLINE vec v_zero(void) { return vdupq_n_f64(0); }
+INLINE vec v_all(real x) { return vdupq_n_f64(x); }
+INLINE vec v_load(const real *p) { return vld1q_f64(p); }
+INLINE void v_store(real *p, vec x) { vst1q_f64(p, x); }
+INLINE vec v_add(vec a, vec b) { return vaddq_f64(a, b); }
+INLINE vec v_sub(vec a, vec b) { return vsubq_f64(a, b); }
+INLINE vec v_mul(vec a, vec b) { return vmulq_f64(a, b); }
+INLINE vec v_div(vec a, vec b) { return vdivq_f64(a, b); }
+INLINE vec v_fma(vec a, vec b, vec c) { return vfmaq_f64(c, a, b); }
+INLINE vec v_round(vec x) { return vrndnq_f64(x); }
+INLINE vec v_max_or_second(vec a, vec b) { return vbslq_f64(vcgtq_f64(a, b), a, b); }
+INLINE vec v_times_pow2(vec x, vec k) {
+    uint64x2_t power = vshlq_n_u64(vreinterpretq_u64_f64(v_add(k, v_all(POWER_MAGIC))), MANTISSA_BITS);
+    return v_mul(x, vreinterpretq_f64_u64(vandq_u64(power, vcgeq_f64(k, v_all(LEAST_POWER)))));
+}
+INLINE vec v_where_masked(vec score, vec then, vec otherwise) {
+    return vbslq_f64(vceqq_f64(score, v_all((real)-INFINITY)), then, otherwise);
+}
+#endif

@@ -1,0 +1,133 @@
+/* linear_cpu.c - projections on the CPU: weights packed once into panels, products of row blocks and panels */
+#include "cpu.h"
+#include "kernels/kernels.h"
+
+#define BLOCK_ROWS 48
+
+static int64_t panel_width(int64_t features, int64_t panel) {
+    int64_t left = features - panel * PANEL;
+    return left >= PANEL ? PANEL : rapt_round_up(left, COLUMNS);
+}
+
+static int64_t panels_of(int64_t features) { return features / PANEL + (features % PANEL != 0); }
+
+/* Reals before a panel: all panels before it are PANEL wide, with their biases. */
+static int64_t panel_offset(int64_t features_in, int64_t panel) { return panel * PANEL * (features_in + 1); }
+
+/* ---- packing ---- */
+
+size_t rapt_linear_packed_size(rapt_dtype dtype, int64_t features_out, int64_t features_in) {
+    size_t width = rapt_size_add((size_t)(features_out - 1) / COLUMNS * COLUMNS, COLUMNS);
+    return rapt_size_mul(rapt_accumulation_size(dtype), rapt_size_mul(width, (size_t)features_in + 1));
+}
+
+typedef struct pack_job {
+    const rapt_cpu_kernels *kernels;
+    const rapt_tensor *weight, *bias;
+    char *packed;
+} pack_job;
+
+static void pack_panel(void *arg, int64_t panel, int32_t lane) {
+    (void)lane;
+    const pack_job *job = arg;
+    const rapt_tensor *weight = job->weight, *bias = job->bias;
+    int64_t features = weight->shape[0], inner = weight->shape[1], width = panel_width(features, panel);
+    int64_t columns = features - panel * PANEL < PANEL ? features - panel * PANEL : PANEL;
+    size_t real = rapt_accumulation_size(weight->dtype), element = rapt_dtype_size(weight->dtype);
+    char *to = job->packed + real * (size_t)panel_offset(inner, panel);
+    const char *rows = (const char *)weight->data + panel * PANEL * weight->stride[0] * (int64_t)element;
+    job->kernels->pack_columns(to, width, rows, weight->dtype, columns, inner, weight->stride[0], weight->stride[1]);
+    char *biases = to + real * (size_t)(inner * width);
+    if (bias->data != NULL) {
+        const char *from = (const char *)bias->data + panel * PANEL * bias->stride[0] * (int64_t)element;
+        job->kernels->pack_rows(biases, width, from, bias->dtype, 1, columns, 0, bias->stride[0]);
+    } else {
+        memset(biases, 0, real * (size_t)width);
+    }
+}
+
+void rapt_linear_pack(rapt_context *context, const rapt_tensor *weight, const rapt_tensor *bias, void *packed) {
+    pack_job job = {
+        .kernels = context->kernels[weight->dtype == RAPT_F64], .weight = weight, .bias = bias, .packed = packed};
+    double operations = (double)weight->shape[0] * (double)weight->shape[1];
+    rapt_parallel(context, panels_of(weight->shape[0]), operations, pack_panel, &job);
+}
+
+/* ---- the product ---- */
+
+typedef struct linear_job {
+    const rapt_cpu_kernels *kernels;
+    const linear_problem *problem;
+    int64_t rows, panels; /* panels of all parts together */
+    bool reads_in_place;  /* x can be read where it lies: reals, unit stride, rows evenly apart */
+    int64_t row_stride;   /* then */
+    char *lanes;
+    size_t lane_bytes;
+} linear_job;
+
+static size_t lane_size(const linear_problem *p) {
+    size_t reals = rapt_size_mul(BLOCK_ROWS, rapt_size_add((size_t)p->features, PANEL));
+    return rapt_arena_size(rapt_size_mul(rapt_accumulation_size(p->dtype), reals));
+}
+
+size_t rapt_cpu_linear_scratch(const rapt_context *context, const linear_problem *p) {
+    return rapt_size_mul(lane_size(p), (size_t)context->lanes);
+}
+
+/* Rows first .. first + count of x, read in place or packed into `buffer`. */
+static const void *block_of_x(const linear_job *job, int64_t first, int64_t count, char *buffer, int64_t *stride) {
+    const linear_problem *p = job->problem;
+    size_t real = rapt_accumulation_size(p->dtype), element = rapt_dtype_size(p->dtype);
+    if (job->reads_in_place) {
+        *stride = job->row_stride;
+        return p->x.data + first * job->row_stride * (int64_t)element;
+    }
+    *stride = p->features;
+    for (int64_t r = 0; r < count; r++) {
+        int64_t n = (first + r) / p->length, l = (first + r) % p->length;
+        const char *row = p->x.data + (int64_t)element * (n * p->x.stride[0] + l * p->x.stride[1]);
+        job->kernels->pack_rows(buffer + real * (size_t)(r * p->features), p->features, row, p->dtype, 1, p->features,
+                                0, p->x.stride[2]);
+    }
+    return buffer;
+}
+
+static void run_block(void *arg, int64_t item, int32_t lane) {
+    const linear_job *job = arg;
+    const linear_problem *p = job->problem;
+    size_t real = rapt_accumulation_size(p->dtype), element = rapt_dtype_size(p->dtype);
+    int64_t panel = item % job->panels, first = item / job->panels * BLOCK_ROWS;
+    int64_t count = job->rows - first < BLOCK_ROWS ? job->rows - first : BLOCK_ROWS;
+    const linear_part *part = p->part;
+    while (panel >= panels_of(part->features)) panel -= panels_of(part++->features);
+
+    char *y = job->lanes + (size_t)lane * job->lane_bytes, *buffer = y + real * BLOCK_ROWS * PANEL;
+    int64_t stride, width = panel_width(part->features, panel);
+    const void *x = block_of_x(job, first, count, buffer, &stride);
+    const char *weights = (const char *)part->packed + real * (size_t)panel_offset(p->features, panel);
+    job->kernels->linear_panel(x, stride, count, p->features, weights, width, y);
+    int64_t columns = part->features - panel * PANEL < PANEL ? part->features - panel * PANEL : PANEL;
+    for (int64_t r = 0; r < count; r++) {
+        int64_t n = (first + r) / p->length, l = (first + r) % p->length;
+        int64_t at = n * part->y.stride[0] + l * part->y.stride[1] + panel * PANEL * part->y.stride[2];
+        job->kernels->store_row(y + real * (size_t)(r * width), columns, part->y.data + at * (int64_t)element, p->dtype,
+                                part->y.stride[2]);
+    }
+}
+
+void rapt_cpu_linear(rapt_context *context, const linear_problem *p, void *scratch) {
+    linear_job job = {.kernels = context->kernels[p->dtype == RAPT_F64], .problem = p, .rows = p->batch * p->length};
+    double features = 0;
+    for (int32_t i = 0; i < p->parts; i++) {
+        job.panels += panels_of(p->part[i].features);
+        features += (double)p->part[i].features;
+    }
+    bool rows_even = p->batch == 1 || p->length == 1 || p->x.stride[0] == p->length * p->x.stride[1];
+    job.reads_in_place =
+        p->dtype == rapt_accumulation_dtype(p->dtype) && (p->x.stride[2] == 1 || p->features == 1) && rows_even;
+    job.row_stride = p->length == 1 ? p->x.stride[0] : p->x.stride[1];
+    job.lanes = scratch;
+    job.lane_bytes = lane_size(p);
+    int64_t blocks = job.rows / BLOCK_ROWS + (job.rows % BLOCK_ROWS != 0);
+    rapt_parallel(context, blocks * job.panels, (double)job.rows * features * (double)p->features, run_block, &job);
+}

@@ -1,0 +1,216 @@
+/* internal.h - the map of the library
+ *
+ * The way of a call: rapt_mha_forward (mha.c) projects with the backend's `linear` and hands views to attn_prepare
+ * (attn.c), which checks everything once and fills an attn_problem; the backend's `attn_forward` (cpu/attn_cpu.c or
+ * ref/ref_attn.c) computes it. Above the backend everything speaks shapes and strides and may fail; below it nothing
+ * is checked again and nothing fails: scratch memory is reserved before the first byte of a result is written.
+ */
+#ifndef RAPT_INTERNAL_H
+#define RAPT_INTERNAL_H
+
+#include "rapt/rapt.h"
+
+#include "os.h"
+
+#include <stdarg.h>
+#include <stdatomic.h>
+
+#define RAPT_ALIGNMENT 64 /* of every allocation: a cache line and the widest vector */
+#define RAPT_MAX_THREADS 1024
+
+/* ---- memory: memory.c ---- */
+
+void *rapt_allocate(const rapt_allocator *allocator, size_t size); /* NULL when out of memory; size 0 is a size of 1 */
+void rapt_release(const rapt_allocator *allocator, void *pointer, size_t size);
+rapt_allocator rapt_allocator_or_default(const rapt_allocator *allocator);
+
+/* Scratch memory that lives for one call and is kept for the next. One reservation a call, then takes that cannot fail.
+ * Sizes are rounded up to RAPT_ALIGNMENT, so the sum of rapt_arena_size over the takes is what to reserve. */
+typedef struct rapt_arena {
+    char *base;
+    size_t capacity, used;
+} rapt_arena;
+
+size_t rapt_arena_size(size_t bytes);
+bool rapt_arena_reserve(rapt_arena *arena, const rapt_allocator *allocator, size_t bytes);
+void *rapt_arena_take(rapt_arena *arena, size_t bytes);
+
+/* Byte counts that overflow stick at SIZE_MAX, which no allocator grants: one check at the reservation is enough. */
+size_t rapt_size_add(size_t a, size_t b);
+size_t rapt_size_mul(size_t a, size_t b);
+
+/* ---- the context: context.c ---- */
+
+typedef struct rapt_backend_table rapt_backend_table;
+typedef struct rapt_cpu_kernels rapt_cpu_kernels;
+
+struct rapt_context {
+    rapt_allocator allocator;
+    rapt_backend backend_id;
+    rapt_isa isa;
+    const rapt_backend_table *backend;
+    const rapt_cpu_kernels *kernels[2]; /* for f32 and for f64 accumulation */
+    rapt_pool *pool;                    /* NULL with a parallel_for of the caller's, or with one thread */
+    bool owns_pool;
+    rapt_parallel_for parallel_for;
+    void *parallel_for_user;
+    int32_t lanes;      /* the most tasks at once; each lane has its own part of the scratch memory */
+    int32_t tile_rows;  /* tuning, 0 for the default: rows of a tile. Changes speed and never bits; tests change it. */
+    int32_t split_keys; /* tuning: 0 by need, 1 always, -1 never spread the keys of a row over lanes. Likewise. */
+    double operations_worth_a_thread; /* tuning: a loop with less work runs on the calling thread */
+    rapt_arena arena;
+    atomic_flag busy;
+    char message[512];
+};
+
+/* Every public call that computes or allocates stands between these two: they keep a second thread out, put the
+ * floating-point unit in the mode that the bits depend on, and give the scratch memory back. */
+typedef struct rapt_call {
+    rapt_fp_mode caller_mode;
+} rapt_call;
+rapt_status rapt_enter(rapt_context *context, rapt_call *call);
+rapt_status rapt_leave(rapt_context *context, const rapt_call *call, rapt_status status);
+
+/* Writes the message and returns the status, so that checks read `return rapt_fail(...)`. */
+rapt_status rapt_fail(rapt_context *context, rapt_status status, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+rapt_status rapt_fail_memory(rapt_context *context, size_t bytes);
+/* A config of a newer program may be longer than ours, if what we do not know is unset. */
+bool rapt_extra_bytes_are_zero(const void *object, size_t known, size_t given);
+
+/* Runs work(arg, item, lane) for each item in [0, items) on as many lanes as pay. Items are handed out one by one, so
+ * they may be of very different sizes; what one computes never depends on lane or order. `operations` is roughly the
+ * number of multiply-adds in all: too little work wakes no thread. */
+typedef void (*rapt_work)(void *arg, int64_t item, int32_t lane);
+void rapt_parallel(rapt_context *context, int64_t items, double operations, rapt_work work, void *arg);
+
+/* ---- threads: pool.c ---- */
+
+rapt_status rapt_pool_start(const rapt_allocator *allocator, int32_t threads, rapt_pool **pool);
+int32_t rapt_pool_threads(const rapt_pool *pool);
+/* Runs task(arg, i) for i in [0, count), count at most the pool's threads. */
+void rapt_pool_run(rapt_pool *pool, int64_t count, void (*task)(void *arg, int64_t index), void *arg);
+/* RAPT_NUM_THREADS or the machine's count; 0 if the variable is set to something that is no positive number. */
+int32_t rapt_default_threads(void);
+
+/* ---- tensors: tensor.c ---- */
+
+/* Checks a view on its own: pointers, rank, sizes, strides and alignment. `name` is what the message calls it. */
+rapt_status rapt_check_tensor(rapt_context *context, const char *name, const rapt_tensor *tensor);
+/* The same for a tensor that is written: it may not overlap itself. */
+rapt_status rapt_check_output(rapt_context *context, const char *name, const rapt_tensor *tensor);
+rapt_status rapt_check_rank(rapt_context *context, const char *name, const rapt_tensor *tensor, int32_t rank,
+                            const char *shape_words);
+/* Refuses an output that shares memory with another tensor (NULL is skipped). */
+rapt_status rapt_check_apart(rapt_context *context, const char *output_name, const rapt_tensor *output,
+                             const char *other_name, const rapt_tensor *other);
+bool rapt_is_float(rapt_dtype dtype);
+bool rapt_same_view(const rapt_tensor *a, const rapt_tensor *b);
+/* "[2, 3, 4]" into text; returns text. */
+#define RAPT_SHAPE_TEXT 200
+const char *rapt_shape_text(const rapt_tensor *tensor, char text[RAPT_SHAPE_TEXT]);
+
+/* One element as a double, and back, rounded once to nearest: for everything that is not a hot loop. */
+double rapt_load(const void *data, rapt_dtype dtype, int64_t index);
+void rapt_store(void *data, rapt_dtype dtype, int64_t index, double value);
+/* Copies between checked views of equal shape, converting where dtypes differ. */
+void rapt_copy_elements(const rapt_tensor *from, const rapt_tensor *to);
+
+/* ---- arithmetic of our own, the same bits everywhere: scalar_math.c, philox.c ---- */
+
+double rapt_log2(double x);
+double rapt_log(double x);
+void rapt_sincos_2pi(double turns, double *sine, double *cosine); /* turns in [0, 1) */
+/* Philox 4x32-10: 128 random bits from a 64-bit key and a 128-bit counter. */
+void rapt_philox(uint64_t key, const uint32_t counter[4], uint32_t random[4]);
+
+/* ---- the problem that a backend solves ---- */
+
+/* Up to four dimensions of elements; the problem's dtype says of what type. data NULL: absent. */
+typedef struct rapt_view {
+    char *data;
+    int64_t stride[4];
+} rapt_view;
+
+typedef struct attn_mask {
+    const void *data;  /* NULL: none */
+    rapt_dtype dtype;  /* RAPT_BOOL, true masks; or a floating-point type, added */
+    int64_t stride[4]; /* [n, h, i, j] */
+} attn_mask;
+
+typedef struct attn_problem {
+    rapt_dtype dtype;
+    int64_t batch, heads, kv_heads, queries, keys, dim, value_dim; /* N H Hk L S D Dv */
+    int64_t extra_keys;         /* bias_kv and the zero key: 0 to 2 keys after the S real ones, seen by every query */
+    rapt_view q, k, v, out;     /* [N,H,L,D] [N,Hk,S,D] [N,Hk,S,Dv] [N,H,L,Dv] */
+    rapt_view extra_k, extra_v; /* [0,Hk,extra,D] [0,Hk,extra,Dv], stride[0] = 0 */
+    double scale;
+    attn_mask mask;    /* [N,H,L,S] */
+    attn_mask padding; /* [N,0,0,S] */
+    bool limit_left, limit_right;
+    int64_t left, right, offset;
+    const int64_t *offsets, *key_start, *key_lengths; /* [N], or NULL: offset for all, 0, up to S */
+    bool average_weights;
+    rapt_view weights; /* [N,H,L,S'], or averaged [N,0,L,S'] */
+    rapt_view lse;     /* [N,H,L], f64 for f64, else f32 */
+} attn_problem;
+
+/* y = x * weight^T + bias for up to three weights that read the same x: the parts of a fused projection. */
+typedef struct linear_part {
+    int64_t features;   /* O */
+    rapt_tensor weight; /* [O, K] */
+    rapt_tensor bias;   /* [O], data NULL: none */
+    const void *packed; /* as rapt_linear_pack made it; NULL for a backend that does not read it */
+    rapt_view y;        /* [N, L, O] */
+} linear_part;
+
+typedef struct linear_problem {
+    rapt_dtype dtype;
+    int64_t batch, length, features; /* rows are (n, l); K */
+    rapt_view x;                     /* [N, L, K] */
+    int32_t parts;
+    linear_part part[3];
+} linear_problem;
+
+struct rapt_backend_table {
+    const char *name;
+    bool reads_packed_weights;
+    size_t (*attn_scratch)(const rapt_context *context, const attn_problem *problem);
+    void (*attn_forward)(rapt_context *context, const attn_problem *problem, void *scratch);
+    size_t (*linear_scratch)(const rapt_context *context, const linear_problem *problem);
+    void (*linear)(rapt_context *context, const linear_problem *problem, void *scratch);
+};
+
+extern const rapt_backend_table rapt_backend_cpu, rapt_backend_reference;
+
+/* ---- the operator: attn.c ---- */
+
+/* Fills in everything that the options hold, which operator and layer share. The problem's sizes, dtype and default scale
+ * are set before. */
+rapt_status rapt_attn_options(rapt_context *context, const rapt_options *options, bool batched, attn_problem *problem);
+rapt_status rapt_check_dropout(rapt_context *context, const char *name, double dropout);
+
+typedef struct rapt_named_tensor {
+    const char *name;
+    const rapt_tensor *tensor; /* NULL: absent */
+} rapt_named_tensor;
+/* Refuses results (out, and what the options return) that share memory with each other or with anything that is read. */
+rapt_status rapt_check_results_apart(rapt_context *context, const rapt_options *options, int64_t batch,
+                                     const rapt_tensor *out, const rapt_named_tensor *inputs, int count);
+
+/* ---- packed weights: cpu/linear_cpu.c ----
+ * The same layout on every ISA: panels of 64 outputs, each [K][64] followed by its [64] biases (the last panel as wide
+ * as its outputs rounded up to 16), in the accumulation type. */
+size_t rapt_linear_packed_size(rapt_dtype dtype, int64_t features_out, int64_t features_in);
+void rapt_linear_pack(rapt_context *context, const rapt_tensor *weight, const rapt_tensor *bias, void *packed);
+
+/* ---- the layer's first weights: init.c ---- */
+
+typedef enum rapt_draw { RAPT_DRAW_UNIFORM, RAPT_DRAW_NORMAL } rapt_draw;
+/* Fills a contiguous tensor: uniform within spread of 0 or normal with that deviation. `stream` tells tensors apart. */
+void rapt_draw_tensor(const rapt_tensor *tensor, rapt_draw draw, double spread, uint64_t seed, uint32_t stream);
+
+static inline rapt_dtype rapt_accumulation_dtype(rapt_dtype dtype) { return dtype == RAPT_F64 ? RAPT_F64 : RAPT_F32; }
+static inline size_t rapt_accumulation_size(rapt_dtype dtype) { return dtype == RAPT_F64 ? 8 : 4; }
+
+#endif

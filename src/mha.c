@@ -1,0 +1,493 @@
+/* mha.c - the forward of the layer and its functional form: project, attend, project
+ *
+ * Everything is checked and all scratch memory reserved before the first byte of a result is written, so a call that
+ * fails has changed nothing.
+ */
+#include "mha.h"
+
+#include <math.h>
+
+typedef long long ll; /* for printf */
+
+/* One forward, as it is being prepared. */
+typedef struct mha_call {
+    rapt_context *context;
+    const rapt_mha_config *config;
+    mha_parts parts; /* a copy: packed weights of a functional call are filled in here */
+    rapt_options options;
+    const rapt_tensor *query, *key, *value, *out; /* key and value NULL: static ones are given */
+    bool batched;
+    attn_problem problem;
+} mha_call;
+
+/* ---- shapes ---- */
+
+/* Where batch and length stand in a tensor of the layer, as [N, L, features] whatever its layout. */
+static rapt_view layout_view(const mha_call *call, const rapt_tensor *tensor, int64_t *batch, int64_t *length) {
+    rapt_view view = {.data = tensor->data};
+    int32_t length_dim = !call->batched ? 0 : call->config->batch_first ? 1 : 0, batch_dim = 1 - length_dim;
+    *batch = call->batched ? tensor->shape[batch_dim] : 1;
+    *length = tensor->shape[length_dim];
+    view.stride[0] = call->batched ? tensor->stride[batch_dim] : 0;
+    view.stride[1] = tensor->stride[length_dim];
+    view.stride[2] = tensor->stride[tensor->ndim - 1];
+    return view;
+}
+
+static rapt_status check_input(const mha_call *call, const char *name, const rapt_tensor *tensor, const char *last_name,
+                               int64_t last) {
+    rapt_context *context = call->context;
+    const rapt_mha_config *c = call->config;
+    rapt_status status = rapt_check_tensor(context, name, tensor);
+    if (status != RAPT_OK) return status;
+    char text[RAPT_SHAPE_TEXT];
+    if (tensor->ndim != 2 && tensor->ndim != 3) {
+        return rapt_fail(context, RAPT_ERROR_SHAPE, "%s has shape %s, expected %s, or [L,E] without a batch", name,
+                         rapt_shape_text(tensor, text), c->batch_first ? "[N,L,E]" : "[L,N,E]");
+    }
+    if (tensor->ndim != call->query->ndim) {
+        return rapt_fail(context, RAPT_ERROR_SHAPE, "%s has %d dimensions, expected %d as query", name,
+                         (int)tensor->ndim, (int)call->query->ndim);
+    }
+    if (tensor->dtype != c->dtype) {
+        return rapt_fail(context, RAPT_ERROR_DTYPE, "%s is %s, expected %s as the layer", name,
+                         rapt_dtype_name(tensor->dtype), rapt_dtype_name(c->dtype));
+    }
+    if (tensor->shape[tensor->ndim - 1] != last) {
+        return rapt_fail(context, RAPT_ERROR_SHAPE, "%s has shape %s with last size %lld, expected %s %lld", name,
+                         rapt_shape_text(tensor, text), (ll)tensor->shape[tensor->ndim - 1], last_name, (ll)last);
+    }
+    return RAPT_OK;
+}
+
+static rapt_status check_equal(const mha_call *call, const char *name, const char *what, int64_t size, int64_t expected,
+                               const char *other) {
+    if (size == expected) return RAPT_OK;
+    return rapt_fail(call->context, RAPT_ERROR_SHAPE, "%s has %s %lld, expected %lld as %s", name, what, (ll)size,
+                     (ll)expected, other);
+}
+
+/* Ready keys or values [N*Hk, S, D] as the problem's [N, Hk, S, D]. */
+static rapt_status take_static(mha_call *call, const char *name, const rapt_tensor *tensor, rapt_view *view,
+                               int64_t *keys) {
+    const rapt_mha_config *c = call->config;
+    rapt_status status = rapt_check_tensor(call->context, name, tensor);
+    if (status == RAPT_OK) status = rapt_check_rank(call->context, name, tensor, 3, "[N*Hk, S, D]");
+    if (status != RAPT_OK) return status;
+    if (tensor->dtype != c->dtype) {
+        return rapt_fail(call->context, RAPT_ERROR_DTYPE, "%s is %s, expected %s as the weights", name,
+                         rapt_dtype_name(tensor->dtype), rapt_dtype_name(c->dtype));
+    }
+    int64_t first = call->problem.batch * c->num_kv_heads;
+    if (tensor->shape[0] != first || tensor->shape[2] != c->head_dim) {
+        char text[RAPT_SHAPE_TEXT];
+        return rapt_fail(call->context, RAPT_ERROR_SHAPE, "%s has shape %s, expected [N*Hk, S, D] = [%lld, S, %lld]",
+                         name, rapt_shape_text(tensor, text), (ll)first, (ll)c->head_dim);
+    }
+    *view = (rapt_view){
+        .data = tensor->data,
+        .stride = {c->num_kv_heads * tensor->stride[0], tensor->stride[0], tensor->stride[1], tensor->stride[2]}};
+    *keys = tensor->shape[1];
+    return RAPT_OK;
+}
+
+static rapt_status check_keys(mha_call *call) {
+    const rapt_mha_config *c = call->config;
+    attn_problem *p = &call->problem;
+    const rapt_options *o = &call->options;
+    rapt_status status = RAPT_OK;
+    if ((o->static_k == NULL) != (o->static_v == NULL)) {
+        return rapt_fail(call->context, RAPT_ERROR_NULL, "options.%s is given without %s: expected both or none",
+                         o->static_k != NULL ? "static_k" : "static_v", o->static_k != NULL ? "static_v" : "static_k");
+    }
+    int64_t batch, values = 0;
+    if (call->key != NULL) {
+        status = check_input(call, "key", call->key, "kdim", c->kdim);
+        if (status != RAPT_OK) return status;
+        layout_view(call, call->key, &batch, &p->keys);
+        status = check_equal(call, "key", "batch", batch, p->batch, "query");
+        if (status != RAPT_OK) return status;
+    }
+    if (call->value != NULL) {
+        status = check_input(call, "value", call->value, "vdim", c->vdim);
+        if (status != RAPT_OK) return status;
+        layout_view(call, call->value, &batch, &values);
+        status = check_equal(call, "value", "batch", batch, p->batch, "query");
+        if (status == RAPT_OK) status = check_equal(call, "value", "length", values, p->keys, "key");
+        if (status != RAPT_OK) return status;
+    }
+    if (o->static_k != NULL) {
+        if (c->add_bias_kv)
+            return rapt_fail(call->context, RAPT_ERROR_ARGUMENT,
+                             "bias_k and bias_v cannot be added to static_k and static_v");
+        status = take_static(call, "static_k", o->static_k, &p->k, &p->keys);
+        if (status == RAPT_OK) status = take_static(call, "static_v", o->static_v, &p->v, &values);
+        if (status == RAPT_OK) status = check_equal(call, "static_v", "length", values, p->keys, "static_k");
+    }
+    return status;
+}
+
+static rapt_status check_causal(const mha_call *call) {
+    const rapt_options *o = &call->options;
+    const attn_problem *p = &call->problem;
+    bool aligned = o->align_bottom_right || o->offset != 0 || o->offsets != NULL || o->limit_right;
+    if (!o->causal || aligned || p->queries == p->keys) return RAPT_OK;
+    return rapt_fail(call->context, RAPT_ERROR_SHAPE,
+                     "causal needs as many queries as keys, but L is %lld and S is %lld: say how they are aligned, "
+                     "bottom-right with "
+                     "options.align_bottom_right (query i sees keys up to i + S - L) or top-left with "
+                     "options.limit_right and right 0 "
+                     "(up to i)",
+                     (ll)p->queries, (ll)p->keys);
+}
+
+static rapt_status check_dropout(const mha_call *call, bool training) {
+    if (call->options.dropout != 0) {
+        return rapt_fail(call->context, RAPT_ERROR_ARGUMENT,
+                         "options.dropout is %g, but a layer's dropout is in its config: expected 0",
+                         call->options.dropout);
+    }
+    if (training && call->config->dropout > 0) {
+        return rapt_fail(call->context, RAPT_ERROR_UNSUPPORTED,
+                         "dropout %g is not drawn in Rapt %s: call rapt_mha_eval, or set options.mode "
+                         "to RAPT_MODE_EVAL",
+                         call->config->dropout, rapt_version());
+    }
+    return RAPT_OK;
+}
+
+static rapt_status check_apart(const mha_call *call) {
+    const mha_parts *w = &call->parts;
+    const rapt_named_tensor inputs[] = {
+        {"query", call->query},
+        {"key", call->key},
+        {"value", call->value},
+        {"static_k", call->options.static_k},
+        {"static_v", call->options.static_v},
+        {"the query projection's weight", &w->q.weight},
+        {"the key projection's weight", &w->k.weight},
+        {"the value projection's weight", &w->v.weight},
+        {"the output projection's weight", &w->out.weight},
+        {"the query projection's bias", w->q.bias.data ? &w->q.bias : NULL},
+        {"the key projection's bias", w->k.bias.data ? &w->k.bias : NULL},
+        {"the value projection's bias", w->v.bias.data ? &w->v.bias : NULL},
+        {"the output projection's bias", w->out.bias.data ? &w->out.bias : NULL},
+        {"bias_k", w->bias_k.data ? &w->bias_k : NULL},
+        {"bias_v", w->bias_v.data ? &w->bias_v : NULL},
+    };
+    return rapt_check_results_apart(call->context, &call->options, call->problem.batch, call->out, inputs,
+                                    (int)(sizeof inputs / sizeof *inputs));
+}
+
+static rapt_status check_call(mha_call *call, bool training) {
+    const rapt_mha_config *c = call->config;
+    attn_problem *p = &call->problem;
+    rapt_status status = rapt_check_tensor(call->context, "query", call->query);
+    if (status == RAPT_OK) status = check_input(call, "query", call->query, "embed_dim", c->embed_dim);
+    if (status != RAPT_OK) return status;
+    call->batched = call->query->ndim == 3;
+    layout_view(call, call->query, &p->batch, &p->queries);
+    p->dtype = c->dtype;
+    p->heads = c->num_heads;
+    p->kv_heads = c->num_kv_heads;
+    p->dim = p->value_dim = c->head_dim;
+    p->scale = c->scale;
+    p->extra_keys = (c->add_bias_kv ? 1 : 0) + (c->add_zero_attn ? 1 : 0);
+    if (call->key == NULL && call->options.static_k == NULL)
+        return rapt_fail(call->context, RAPT_ERROR_NULL, "key is NULL");
+    if (call->value == NULL && call->options.static_v == NULL)
+        return rapt_fail(call->context, RAPT_ERROR_NULL, "value is NULL");
+    status = check_keys(call);
+    if (status != RAPT_OK) return status;
+
+    call->options.causal |= c->causal;
+    status = rapt_attn_options(call->context, &call->options, call->batched, p);
+    if (status == RAPT_OK) status = check_causal(call);
+    if (status == RAPT_OK) status = check_dropout(call, training);
+    if (status == RAPT_OK) status = rapt_check_output(call->context, "out", call->out);
+    if (status != RAPT_OK) return status;
+    bool same_shape = call->out->ndim == call->query->ndim;
+    for (int32_t d = 0; same_shape && d < call->out->ndim; d++)
+        same_shape = call->out->shape[d] == call->query->shape[d];
+    if (!same_shape) {
+        char given[RAPT_SHAPE_TEXT], expected[RAPT_SHAPE_TEXT];
+        return rapt_fail(call->context, RAPT_ERROR_SHAPE, "out has shape %s, expected query's shape %s",
+                         rapt_shape_text(call->out, given), rapt_shape_text(call->query, expected));
+    }
+    if (call->out->dtype != c->dtype) {
+        return rapt_fail(call->context, RAPT_ERROR_DTYPE, "out is %s, expected %s as the layer",
+                         rapt_dtype_name(call->out->dtype), rapt_dtype_name(c->dtype));
+    }
+    return check_apart(call);
+}
+
+/* ---- the steps ---- */
+
+/* Projected heads [N, length, heads * D], contiguous, and seen as [N, heads, length, D]. */
+static rapt_view heads_view(char *data, int64_t length, int64_t heads, int64_t dim) {
+    return (rapt_view){.data = data, .stride = {length * heads * dim, dim, heads * dim, 1}};
+}
+static rapt_view rows_view(char *data, int64_t length, int64_t features) {
+    return (rapt_view){.data = data, .stride = {length * features, features, 1}};
+}
+
+static linear_problem start_linear(const mha_call *call, const rapt_tensor *x) {
+    linear_problem linear = {.dtype = call->config->dtype};
+    linear.x = layout_view(call, x, &linear.batch, &linear.length);
+    linear.features = x->shape[x->ndim - 1];
+    return linear;
+}
+
+static void add_part(linear_problem *linear, const mha_projection *projection, rapt_view y) {
+    linear->part[linear->parts++] = (linear_part){.features = projection->weight.shape[0],
+                                                  .weight = projection->weight,
+                                                  .bias = projection->bias,
+                                                  .packed = projection->packed,
+                                                  .y = y};
+}
+
+/* The products of a forward. Inputs that are one tensor share one: self-attention needs a single product. */
+typedef struct mha_products {
+    int count;
+    linear_problem linear[4]; /* the last is the output projection */
+} mha_products;
+
+static mha_products plan_products(const mha_call *call, char *q, char *k, char *v, char *attended, bool only_value) {
+    const rapt_mha_config *c = call->config;
+    const attn_problem *p = &call->problem;
+    int64_t q_features = c->num_heads * c->head_dim, kv_features = c->num_kv_heads * c->head_dim;
+    rapt_view q_rows = rows_view(q, p->queries, q_features), k_rows = rows_view(k, p->keys, kv_features);
+    rapt_view v_rows = rows_view(v, p->keys, kv_features);
+    const rapt_tensor *input[3] = {call->query, call->key, call->value};
+    const mha_projection *projection[3] = {&call->parts.q, &call->parts.k, &call->parts.v};
+    rapt_view rows[3] = {q_rows, k_rows, v_rows};
+    bool is_needed[3] = {!only_value, !only_value && call->options.static_k == NULL, call->options.static_v == NULL};
+
+    mha_products products = {0};
+    int index[3] = {0}; /* which product computes an input's projection */
+    for (int i = 0; i < 3; i++) {
+        if (!is_needed[i]) continue;
+        index[i] = products.count;
+        for (int earlier = 0; earlier < i; earlier++) {
+            if (is_needed[earlier] && rapt_same_view(input[earlier], input[i])) index[i] = index[earlier];
+        }
+        linear_problem *linear = &products.linear[index[i]];
+        if (index[i] == products.count) {
+            *linear = start_linear(call, input[i]);
+            products.count++;
+        }
+        add_part(linear, projection[i], rows[i]);
+    }
+    linear_problem *out = &products.linear[products.count++];
+    *out = (linear_problem){.dtype = c->dtype,
+                            .batch = p->batch,
+                            .length = p->queries,
+                            .features = q_features,
+                            .x = rows_view(attended, p->queries, q_features)};
+    int64_t batch, length;
+    add_part(out, &call->parts.out, layout_view(call, call->out, &batch, &length));
+    return products;
+}
+
+/* bias_k and bias_v, then zeros: [Hk, extra, D] */
+static rapt_view fill_extra(const mha_call *call, const rapt_tensor *bias, char *memory) {
+    const attn_problem *p = &call->problem;
+    int64_t dim = p->dim, extra = p->extra_keys;
+    rapt_view view = {.data = memory, .stride = {0, extra * dim, dim, 1}};
+    memset(memory, 0, (size_t)(p->kv_heads * extra * dim) * rapt_dtype_size(p->dtype));
+    for (int64_t i = 0; bias->data != NULL && i < p->kv_heads * dim; i++) {
+        rapt_store(memory, p->dtype, i / dim * view.stride[1] + i % dim,
+                   rapt_load(bias->data, p->dtype, i * bias->stride[0]));
+    }
+    return view;
+}
+
+/* A single key is what a lone query attends to, whatever the scores: its value is the result. */
+static void repeat_value(const mha_call *call, const char *v, char *attended) {
+    const attn_problem *p = &call->problem;
+    size_t head_bytes = (size_t)p->dim * rapt_dtype_size(p->dtype);
+    int64_t group = p->heads / p->kv_heads;
+    for (int64_t n = 0; n < p->batch; n++) {
+        for (int64_t h = 0; h < p->heads; h++) {
+            memcpy(attended + (size_t)(n * p->heads + h) * head_bytes,
+                   v + (size_t)(n * p->kv_heads + h / group) * head_bytes, head_bytes);
+        }
+    }
+}
+
+static bool takes_short_way(const mha_call *call) {
+    const attn_problem *p = &call->problem;
+    const rapt_options *o = &call->options;
+    bool plain = o->attn_mask == NULL && o->key_padding_mask == NULL && o->key_start == NULL && o->key_lengths == NULL;
+    bool open =
+        !o->limit_left && !o->limit_right && o->offset == 0 && o->offsets == NULL; /* causal hides nothing here */
+    return p->queries == 1 && p->keys == 1 && p->extra_keys == 0 && plain && open && o->weights == NULL &&
+           o->lse == NULL && o->static_k == NULL;
+}
+
+static size_t packed_bytes(const mha_projection *projection) {
+    return rapt_linear_packed_size(projection->weight.dtype, projection->weight.shape[0], projection->weight.shape[1]);
+}
+
+static rapt_status compute(mha_call *call) {
+    rapt_context *context = call->context;
+    const rapt_backend_table *backend = context->backend;
+    attn_problem *p = &call->problem;
+    bool short_way = takes_short_way(call), projects_keys = call->options.static_k == NULL;
+    mha_projection *projections[4] = {&call->parts.q, &call->parts.k, &call->parts.v, &call->parts.out};
+    bool is_needed[4] = {!short_way, !short_way && projects_keys, projects_keys, true};
+    bool packs = backend->reads_packed_weights && call->parts.out.packed == NULL;
+
+    /* Sizes first, as if at address 0; then one reservation; then the same again with memory. */
+    size_t element = rapt_dtype_size(p->dtype);
+    size_t q_bytes = rapt_size_mul(rapt_size_mul((size_t)p->batch, (size_t)p->queries),
+                                   rapt_size_mul((size_t)(p->heads * p->dim), element));
+    size_t k_bytes = rapt_size_mul(rapt_size_mul((size_t)p->batch, (size_t)p->keys),
+                                   rapt_size_mul((size_t)(p->kv_heads * p->dim), element));
+    if (!projects_keys) k_bytes = 0;
+    size_t extra_bytes = rapt_size_mul((size_t)(p->kv_heads * p->extra_keys * p->dim), element), stage_bytes = 0,
+           total = 0;
+    mha_products products = plan_products(call, NULL, NULL, NULL, NULL, short_way);
+    for (int i = 0; i < products.count; i++) {
+        size_t bytes = backend->linear_scratch(context, &products.linear[i]);
+        if (bytes > stage_bytes) stage_bytes = bytes;
+    }
+    if (!short_way) {
+        size_t bytes = backend->attn_scratch(context, p);
+        if (bytes > stage_bytes) stage_bytes = bytes;
+    }
+    size_t sizes[] = {q_bytes, q_bytes, k_bytes, k_bytes, extra_bytes, extra_bytes, stage_bytes};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) total = rapt_size_add(total, rapt_arena_size(sizes[i]));
+    for (int i = 0; packs && i < 4; i++) {
+        if (is_needed[i]) total = rapt_size_add(total, rapt_arena_size(packed_bytes(projections[i])));
+    }
+    if (!rapt_arena_reserve(&context->arena, &context->allocator, total)) return rapt_fail_memory(context, total);
+
+    char *q = rapt_arena_take(&context->arena, q_bytes), *attended = rapt_arena_take(&context->arena, q_bytes);
+    char *k = rapt_arena_take(&context->arena, k_bytes), *v = rapt_arena_take(&context->arena, k_bytes);
+    char *extra_k = rapt_arena_take(&context->arena, extra_bytes),
+         *extra_v = rapt_arena_take(&context->arena, extra_bytes);
+    void *stage = rapt_arena_take(&context->arena, stage_bytes);
+    for (int i = 0; packs && i < 4; i++) {
+        if (!is_needed[i]) continue;
+        projections[i]->packed = rapt_arena_take(&context->arena, packed_bytes(projections[i]));
+        rapt_linear_pack(context, &projections[i]->weight, &projections[i]->bias, projections[i]->packed);
+    }
+
+    products = plan_products(call, q, k, v, attended, short_way);
+    for (int i = 0; i < products.count - 1; i++) backend->linear(context, &products.linear[i], stage);
+    if (short_way) {
+        repeat_value(call, v, attended);
+    } else {
+        p->q = heads_view(q, p->queries, p->heads, p->dim);
+        p->out = heads_view(attended, p->queries, p->heads, p->dim);
+        if (projects_keys) {
+            p->k = heads_view(k, p->keys, p->kv_heads, p->dim);
+            p->v = heads_view(v, p->keys, p->kv_heads, p->dim);
+        }
+        if (p->extra_keys > 0) {
+            p->extra_k = fill_extra(call, &call->parts.bias_k, extra_k);
+            p->extra_v = fill_extra(call, &call->parts.bias_v, extra_v);
+        }
+        backend->attn_forward(context, p, stage);
+    }
+    backend->linear(context, &products.linear[products.count - 1], stage);
+    return RAPT_OK;
+}
+
+static rapt_status forward(mha_call *call, bool default_training) {
+    rapt_mode mode = call->options.mode;
+    rapt_status status = check_call(call, mode == RAPT_MODE_DEFAULT ? default_training : mode == RAPT_MODE_TRAIN);
+    if (status != RAPT_OK || call->problem.batch == 0 || call->problem.queries == 0) return status;
+    return compute(call);
+}
+
+/* ---- public entries ---- */
+
+static rapt_status layer_forward(rapt_context *context, const rapt_mha *layer, const rapt_tensor *query,
+                                 const rapt_tensor *key, const rapt_tensor *value, const rapt_options *options,
+                                 const rapt_tensor *out) {
+    if (layer == NULL) return rapt_fail(context, RAPT_ERROR_NULL, "layer is NULL");
+    mha_call call = {.context = context,
+                     .config = &layer->config,
+                     .parts = layer->parts,
+                     .query = query,
+                     .key = key,
+                     .value = value,
+                     .out = out};
+    if (options != NULL) call.options = *options;
+    if (call.options.static_k != NULL || call.options.static_v != NULL) {
+        return rapt_fail(context, RAPT_ERROR_ARGUMENT,
+                         "options.static_k and static_v are for rapt_mha_functional alone");
+    }
+    return forward(&call, layer->training);
+}
+
+rapt_status rapt_mha_forward(rapt_context *context, const rapt_mha *layer, const rapt_tensor *query,
+                             const rapt_tensor *key, const rapt_tensor *value, const rapt_options *options,
+                             const rapt_tensor *out) {
+    rapt_call gate;
+    rapt_status status = rapt_enter(context, &gate);
+    if (status != RAPT_OK) return status;
+    return rapt_leave(context, &gate, layer_forward(context, layer, query, key, value, options, out));
+}
+
+/* [N, E] as [N, 1, E] */
+static rapt_tensor as_sequences(const rapt_tensor *tokens) {
+    rapt_tensor sequences = *tokens;
+    sequences.ndim = 3;
+    sequences.shape[2] = tokens->shape[1];
+    sequences.stride[2] = tokens->stride[1];
+    sequences.shape[1] = 1;
+    sequences.stride[1] = 0;
+    return sequences;
+}
+
+static rapt_status token_forward(rapt_context *context, const rapt_mha *layer, const rapt_tensor *tokens,
+                                 const rapt_tensor *out) {
+    if (layer == NULL) return rapt_fail(context, RAPT_ERROR_NULL, "layer is NULL");
+    rapt_mha_config config = layer->config;
+    config.batch_first = true;
+    if (config.kdim != config.embed_dim || config.vdim != config.embed_dim) {
+        return rapt_fail(context, RAPT_ERROR_STATE,
+                         "the layer has embed_dim %lld, kdim %lld and vdim %lld: a token alone needs them equal",
+                         (ll)config.embed_dim, (ll)config.kdim, (ll)config.vdim);
+    }
+    rapt_status status = rapt_check_tensor(context, "tokens", tokens);
+    if (status == RAPT_OK) status = rapt_check_rank(context, "tokens", tokens, 2, "[N, E]");
+    if (status == RAPT_OK) status = rapt_check_output(context, "out", out);
+    if (status == RAPT_OK) status = rapt_check_rank(context, "out", out, 2, "[N, E]");
+    if (status != RAPT_OK) return status;
+    rapt_tensor x = as_sequences(tokens), y = as_sequences(out);
+    mha_call call = {
+        .context = context, .config = &config, .parts = layer->parts, .query = &x, .key = &x, .value = &x, .out = &y};
+    return forward(&call, layer->training);
+}
+
+rapt_status rapt_mha_forward_token(rapt_context *context, const rapt_mha *layer, const rapt_tensor *tokens,
+                                   const rapt_tensor *out) {
+    rapt_call gate;
+    rapt_status status = rapt_enter(context, &gate);
+    if (status != RAPT_OK) return status;
+    return rapt_leave(context, &gate, token_forward(context, layer, tokens, out));
+}
+
+static rapt_status functional(rapt_context *context, const rapt_mha_weights *weights, const rapt_tensor *query,
+                              const rapt_tensor *key, const rapt_tensor *value, const rapt_options *options,
+                              const rapt_tensor *out) {
+    rapt_mha_config config;
+    mha_call call = {.context = context, .config = &config, .query = query, .key = key, .value = value, .out = out};
+    rapt_status status = rapt_mha_take_weights(context, weights, &config, &call.parts);
+    if (status != RAPT_OK) return status;
+    if (options != NULL) call.options = *options;
+    return forward(&call, true);
+}
+
+rapt_status rapt_mha_functional(rapt_context *context, const rapt_mha_weights *weights, const rapt_tensor *query,
+                                const rapt_tensor *key, const rapt_tensor *value, const rapt_options *options,
+                                const rapt_tensor *out) {
+    rapt_call gate;
+    rapt_status status = rapt_enter(context, &gate);
+    if (status != RAPT_OK) return status;
+    return rapt_leave(context, &gate, functional(context, weights, query, key, value, options, out));
+}

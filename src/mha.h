@@ -1,0 +1,47 @@
+/* mha.h - what the files of the layer share */
+#ifndef RAPT_MHA_H
+#define RAPT_MHA_H
+
+#include "internal.h"
+
+typedef struct mha_projection {
+    rapt_tensor weight; /* [out, in] */
+    rapt_tensor bias;   /* [out], data NULL: none */
+    void *packed;       /* by rapt_linear_pack; NULL: not packed yet */
+} mha_projection;
+
+/* The weights of a layer or of one call, checked, and cut into projections if they came fused. */
+typedef struct mha_parts {
+    mha_projection q, k, v, out;
+    rapt_tensor bias_k, bias_v; /* [Hk*D], data NULL: none */
+} mha_parts;
+
+typedef struct mha_parameter {
+    const char *name;
+    rapt_tensor tensor;
+} mha_parameter;
+
+enum { MHA_MAX_PARAMETERS = 10 };
+
+struct rapt_mha {
+    rapt_mha_config config; /* every setting, nothing left to derive */
+    rapt_allocator allocator;
+    bool training;
+    uint64_t version;
+    mha_parts parts;
+    int32_t parameters;
+    mha_parameter parameter[MHA_MAX_PARAMETERS];
+    void *memory; /* of parameters that the layer owns */
+    void *packed;
+    size_t memory_size, packed_size;
+};
+
+/* Checks ready weights and derives the settings that they imply. */
+rapt_status rapt_mha_take_weights(rapt_context *context, const rapt_mha_weights *weights, rapt_mha_config *config,
+                                  mha_parts *parts);
+rapt_status rapt_mha_settle_config(rapt_context *context, const rapt_mha_config *given, rapt_mha_config *config);
+
+/* The rows first .. first + count of a matrix, or those entries of a vector. */
+rapt_tensor rapt_rows_of(const rapt_tensor *tensor, int64_t first, int64_t count);
+
+#endif

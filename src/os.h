@@ -1,0 +1,79 @@
+/* os.h - what Rapt asks of the operating system and the CPU: threads, memory maps, environment, CPU detection,
+ * floating-point mode. Another system is another os.c. */
+#ifndef RAPT_OS_H
+#define RAPT_OS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <pthread.h>
+
+typedef pthread_t os_thread;
+typedef pthread_mutex_t os_mutex;
+typedef pthread_cond_t os_condition;
+
+bool os_thread_start(os_thread *thread, void *(*run)(void *), void *arg);
+void os_thread_join(os_thread thread);
+void os_mutex_init(os_mutex *mutex);
+void os_mutex_destroy(os_mutex *mutex);
+void os_mutex_lock(os_mutex *mutex);
+void os_mutex_unlock(os_mutex *mutex);
+void os_condition_init(os_condition *condition);
+void os_condition_destroy(os_condition *condition);
+void os_condition_wait(os_condition *condition, os_mutex *mutex);
+void os_condition_wake_all(os_condition *condition);
+
+int32_t os_cpu_count(void); /* CPUs that this process may use: affinity and cgroup quota; at least 1 */
+int64_t os_process_id(void);
+const char *os_environment(const char *name);
+
+typedef struct os_file_map {
+    const void *data;
+    size_t size;
+} os_file_map;
+/* Maps a whole file read-only. On failure returns the system's reason, else NULL. An empty file maps to size 0. */
+const char *os_file_map_open(const char *path, os_file_map *map);
+void os_file_map_close(os_file_map *map);
+
+bool os_cpu_has_avx2_fma(void); /* with the operating system saving the registers */
+bool os_cpu_has_avx512(void);   /* F, BW, DQ and VL */
+
+static inline void os_cpu_relax(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* Rounding, flush-to-zero and trap settings of this thread. Bits depend on them, so every task runs in the IEEE default
+ * (round to nearest, denormals kept, no traps) and gives back what it found. */
+typedef uint64_t rapt_fp_mode;
+
+static inline rapt_fp_mode rapt_fp_mode_enter(void) {
+#if defined(__x86_64__)
+    uint32_t found = __builtin_ia32_stmxcsr();
+    if ((found & 0xffc0) != 0x1f80) __builtin_ia32_ldmxcsr(0x1f80); /* the low six bits are only sticky flags */
+    return found;
+#elif defined(__aarch64__)
+    uint64_t found;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(found));
+    if (found != 0) __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)0));
+    return found;
+#else
+    return 0;
+#endif
+}
+
+static inline void rapt_fp_mode_leave(rapt_fp_mode found) {
+#if defined(__x86_64__)
+    __builtin_ia32_ldmxcsr((uint32_t)found);
+#elif defined(__aarch64__)
+    if (found != 0) __asm__ volatile("msr fpcr, %0" : : "r"(found));
+#else
+    (void)found;
+#endif
+}
+
+#endif

@@ -1,0 +1,118 @@
+/* ref_attn.c - attention as the specification says it, in double precision, one query at a time
+ *
+ * This is the backend to read first. It keeps one row of scores and has no tiles, no threads and no tricks.
+ */
+#include "ref.h"
+
+#include <float.h>
+#include <math.h>
+
+static double element(const rapt_view *view, rapt_dtype dtype, int64_t a, int64_t b, int64_t c, int64_t d) {
+    return rapt_load(view->data, dtype,
+                     a * view->stride[0] + b * view->stride[1] + c * view->stride[2] + d * view->stride[3]);
+}
+
+static void put(const rapt_view *view, rapt_dtype dtype, int64_t a, int64_t b, int64_t c, int64_t d, double value) {
+    int64_t at = a * view->stride[0] + b * view->stride[1] + c * view->stride[2] + d * view->stride[3];
+    rapt_store(view->data, dtype, at, value + 0.0); /* zeros are +0 */
+}
+
+/* What a mask adds to a score: -inf where a bool mask is true. */
+static double mask_value(const attn_mask *mask, int64_t n, int64_t h, int64_t i, int64_t j) {
+    if (mask->data == NULL) return 0;
+    int64_t at = n * mask->stride[0] + h * mask->stride[1] + i * mask->stride[2] + j * mask->stride[3];
+    double value = rapt_load(mask->data, mask->dtype, at);
+    if (mask->dtype == RAPT_BOOL) return value != 0 ? -INFINITY : 0;
+    return value;
+}
+
+static bool is_seen(const attn_problem *p, int64_t n, int64_t h, int64_t i, int64_t j) {
+    if (j >= p->keys) return true; /* extra keys */
+    int64_t start = p->key_start != NULL ? p->key_start[n] : 0;
+    int64_t length = p->key_lengths != NULL ? p->key_lengths[n] : p->keys - start;
+    if (j < start || j >= start + length) return false;
+    __int128 position = (__int128)i + (p->offsets != NULL ? p->offsets[n] : p->offset);
+    if (p->limit_left && j < position - p->left) return false;
+    if (p->limit_right && j > position + p->right) return false;
+    return mask_value(&p->mask, n, h, i, j) != -INFINITY && mask_value(&p->padding, n, h, i, j) != -INFINITY;
+}
+
+/* Key j of a KV head, or its value: a real one, or one of the extra ones behind them. */
+static double key_element(const attn_problem *p, const rapt_view *real, const rapt_view *extra, int64_t n,
+                          int64_t kv_head, int64_t j, int64_t d) {
+    if (j >= p->keys) return element(extra, p->dtype, n, kv_head, j - p->keys, d);
+    return element(real, p->dtype, n, kv_head, j, d);
+}
+
+static double score(const attn_problem *p, int64_t n, int64_t h, int64_t i, int64_t j) {
+    int64_t kv_head = h / (p->heads / p->kv_heads);
+    double sum = 0;
+    for (int64_t d = 0; d < p->dim; d++) {
+        sum += element(&p->q, p->dtype, n, h, i, d) * key_element(p, &p->k, &p->extra_k, n, kv_head, j, d);
+    }
+    sum *= p->scale;
+    if (j < p->keys) sum += mask_value(&p->mask, n, h, i, j) + mask_value(&p->padding, n, h, i, j);
+    return sum < -DBL_MAX ? -DBL_MAX : sum; /* two finite masks stay a number */
+}
+
+/* One query of one head: its weights into `weight` [S'], output and log-sum-exp into the problem's tensors. */
+static void attend(const attn_problem *p, int64_t n, int64_t h, int64_t i, double *weight) {
+    int64_t kv_head = h / (p->heads / p->kv_heads), keys = p->keys + p->extra_keys;
+    double largest = -INFINITY, sum = 0;
+    for (int64_t j = 0; j < keys; j++) {
+        if (!is_seen(p, n, h, i, j)) continue;
+        weight[j] = score(p, n, h, i, j);
+        if (weight[j] > largest) largest = weight[j];
+    }
+    for (int64_t j = 0; j < keys; j++) {
+        weight[j] = is_seen(p, n, h, i, j) ? exp(weight[j] - largest) : 0;
+        sum += weight[j];
+    }
+    for (int64_t j = 0; j < keys; j++) {
+        if (is_seen(p, n, h, i, j)) weight[j] /= sum;
+    }
+    for (int64_t d = 0; d < p->value_dim; d++) {
+        double out = 0;
+        for (int64_t j = 0; j < keys; j++) {
+            if (is_seen(p, n, h, i, j)) out += weight[j] * key_element(p, &p->v, &p->extra_v, n, kv_head, j, d);
+        }
+        put(&p->out, p->dtype, n, h, i, d, out);
+    }
+    if (p->lse.data != NULL) put(&p->lse, rapt_accumulation_dtype(p->dtype), n, h, i, 0, largest + log(sum));
+}
+
+static size_t attn_scratch(const rapt_context *context, const attn_problem *p) {
+    (void)context;
+    return rapt_arena_size(rapt_size_mul(2 * sizeof(double), rapt_size_add((size_t)p->keys, (size_t)p->extra_keys)));
+}
+
+static void attn_forward(rapt_context *context, const attn_problem *p, void *scratch) {
+    (void)context;
+    int64_t keys = p->keys + p->extra_keys;
+    double *weight = scratch, *average = weight + keys;
+    for (int64_t n = 0; n < p->batch; n++) {
+        for (int64_t i = 0; i < p->queries; i++) {
+            for (int64_t j = 0; j < keys; j++) average[j] = 0;
+            for (int64_t h = 0; h < p->heads; h++) {
+                attend(p, n, h, i, weight);
+                for (int64_t j = 0; j < keys; j++) {
+                    average[j] += weight[j];
+                    if (p->weights.data != NULL && !p->average_weights)
+                        put(&p->weights, p->dtype, n, h, i, j, weight[j]);
+                }
+            }
+            for (int64_t j = 0; j < keys && p->weights.data != NULL && p->average_weights; j++) {
+                put(&p->weights, p->dtype, n, 0, i, j, average[j] / (double)p->heads);
+            }
+        }
+    }
+}
+
+const rapt_backend_table rapt_backend_reference = {
+    .name = "reference",
+    .reads_packed_weights = false,
+    .attn_scratch = attn_scratch,
+    .attn_forward = attn_forward,
+    .linear_scratch = rapt_ref_linear_scratch,
+    .linear = rapt_ref_linear,
+};
