@@ -198,7 +198,7 @@ static int usage(FILE *stream, int status) {
 
 int main(int argc, char **argv) {
     const char *path = "examples/data/sentence.safetensors";
-    long head = 1; /* the one to draw, from 1; 0 for all */
+    long head = 2; /* the one to draw, from 1; 0 for all */
     for (int i = 1; i < argc; i++) {
         if (strcmp(argv[i], "--help") == 0) return usage(stdout, SAME);
         bool all = strcmp(argv[i], "--all") == 0, one = strcmp(argv[i], "--head") == 0 && i + 1 < argc;

@@ -11,23 +11,24 @@ typedef long long ll; /* for printf */
 static rapt_status take_attn_mask(rapt_context *context, const rapt_tensor *mask, attn_problem *p) {
     rapt_status status = rapt_check_tensor(context, "attn_mask", mask);
     if (status != RAPT_OK) return status;
-    const int64_t *shape = mask->shape, *stride = mask->stride;
+    rapt_tensor normalised = rapt_normalised(mask);
+    const int64_t *shape = mask->shape, *stride = normalised.stride;
     attn_mask result = {.data = mask->data, .dtype = mask->dtype};
     bool fits = false;
     int32_t row = mask->ndim - 2; /* where L stands */
     if (mask->ndim >= 2 && mask->ndim <= 4) {
         fits = (shape[row] == p->queries || (mask->ndim == 4 && shape[row] == 1)) && shape[row + 1] == p->keys;
-        result.stride[2] = shape[row] == 1 ? 0 : stride[row];
+        result.stride[2] = stride[row];
         result.stride[3] = stride[row + 1];
     }
     if (mask->ndim == 3) {
         fits = fits && shape[0] == p->batch * p->heads;
-        result.stride[0] = p->heads * stride[0];
+        result.stride[0] = p->batch > 1 ? p->heads * stride[0] : 0;
         result.stride[1] = stride[0];
     } else if (mask->ndim == 4) {
         fits = fits && (shape[0] == p->batch || shape[0] == 1) && (shape[1] == p->heads || shape[1] == 1);
-        result.stride[0] = shape[0] == 1 ? 0 : stride[0];
-        result.stride[1] = shape[1] == 1 ? 0 : stride[1];
+        result.stride[0] = stride[0];
+        result.stride[1] = stride[1];
     }
     if (!fits) {
         char text[RAPT_SHAPE_TEXT];
@@ -45,15 +46,16 @@ static rapt_status take_attn_mask(rapt_context *context, const rapt_tensor *mask
 static rapt_status take_padding_mask(rapt_context *context, const rapt_tensor *mask, attn_problem *p) {
     rapt_status status = rapt_check_tensor(context, "key_padding_mask", mask);
     if (status != RAPT_OK) return status;
+    rapt_tensor normalised = rapt_normalised(mask);
     attn_mask result = {.data = mask->data, .dtype = mask->dtype};
     bool fits = false;
     if (mask->ndim == 1) {
         fits = mask->shape[0] == p->keys;
-        result.stride[3] = mask->stride[0];
+        result.stride[3] = normalised.stride[0];
     } else if (mask->ndim == 2) {
         fits = mask->shape[0] == p->batch && mask->shape[1] == p->keys;
-        result.stride[0] = mask->stride[0];
-        result.stride[3] = mask->stride[1];
+        result.stride[0] = normalised.stride[0];
+        result.stride[3] = normalised.stride[1];
     }
     if (!fits) {
         char text[RAPT_SHAPE_TEXT];
@@ -67,6 +69,12 @@ static rapt_status take_padding_mask(rapt_context *context, const rapt_tensor *m
 
 /* ---- band and lengths ---- */
 
+static rapt_status check_array(rapt_context *context, const char *name, const int64_t *array) {
+    if ((uintptr_t)array % sizeof *array == 0) return RAPT_OK;
+    return rapt_fail(context, RAPT_ERROR_LAYOUT, "options.%s is at %p, which is not aligned to the 8 bytes of an int64",
+                     name, (const void *)array);
+}
+
 static rapt_status take_band(rapt_context *context, const rapt_options *o, attn_problem *p) {
     int offsets = (o->align_bottom_right ? 1 : 0) + (o->offset != 0 ? 1 : 0) + (o->offsets != NULL ? 1 : 0);
     if (offsets > 1) {
@@ -75,6 +83,8 @@ static rapt_status take_band(rapt_context *context, const rapt_options *o, attn_
                          "expected at most one",
                          offsets, (ll)o->offset);
     }
+    rapt_status status = check_array(context, "offsets", o->offsets);
+    if (status != RAPT_OK) return status;
     p->limit_left = o->limit_left;
     p->left = o->left;
     p->limit_right = o->limit_right || o->causal;
@@ -85,7 +95,9 @@ static rapt_status take_band(rapt_context *context, const rapt_options *o, attn_
 }
 
 static rapt_status take_lengths(rapt_context *context, const rapt_options *o, attn_problem *p) {
-    if (o->key_start == NULL && o->key_lengths == NULL) return RAPT_OK;
+    rapt_status status = check_array(context, "key_start", o->key_start);
+    if (status == RAPT_OK) status = check_array(context, "key_lengths", o->key_lengths);
+    if (status != RAPT_OK || (o->key_start == NULL && o->key_lengths == NULL)) return status;
     for (int64_t n = 0; n < p->batch; n++) {
         int64_t start = o->key_start != NULL ? o->key_start[n] : 0;
         if (start < 0 || start > p->keys) {
@@ -123,8 +135,9 @@ static rapt_status take_result(rapt_context *context, const char *name, const ra
         return rapt_fail(context, RAPT_ERROR_SHAPE, "%s has shape %s, expected %s", name,
                          rapt_shape_text(tensor, given), rapt_shape_text(&wanted, expected));
     }
+    rapt_tensor normalised = rapt_normalised(tensor);
     view->data = tensor->data;
-    for (int32_t d = skipped; d < rank; d++) view->stride[d] = tensor->stride[d - skipped];
+    for (int32_t d = skipped; d < rank; d++) view->stride[d] = normalised.stride[d - skipped];
     return RAPT_OK;
 }
 
@@ -215,8 +228,9 @@ rapt_status rapt_check_results_apart(rapt_context *context, const rapt_options *
 /* ---- the operator ---- */
 
 static rapt_view view_of(const rapt_tensor *tensor) {
+    rapt_tensor normalised = rapt_normalised(tensor);
     rapt_view view = {.data = tensor->data};
-    for (int32_t d = 0; d < 4; d++) view.stride[d] = tensor->stride[d];
+    for (int32_t d = 0; d < 4; d++) view.stride[d] = normalised.stride[d];
     return view;
 }
 

@@ -40,7 +40,8 @@ static rapt_status check_buffer(rapt_context *context, const char *what, const r
 }
 
 /* [.., L, H*D] as [.., H, L, D]; the last dimension is known to divide. */
-static rapt_tensor split_view(const rapt_tensor *tensor, int64_t num_heads) {
+static rapt_tensor split_view(const rapt_tensor *whole, int64_t num_heads) {
+    const rapt_tensor normalised = rapt_normalised(whole), *tensor = &normalised;
     rapt_tensor heads = *tensor;
     int32_t length = tensor->ndim - 2, last = tensor->ndim - 1;
     int64_t dim = tensor->shape[last] / num_heads;
@@ -79,11 +80,12 @@ rapt_status rapt_split_heads(rapt_context *context, const rapt_tensor *tensor, i
     return rapt_leave(context, &call, split(context, tensor, num_heads, heads));
 }
 
-static rapt_status merge(rapt_context *context, const rapt_tensor *heads, const rapt_tensor *buffer,
+static rapt_status merge(rapt_context *context, const rapt_tensor *given, const rapt_tensor *buffer,
                          rapt_tensor *merged) {
     int32_t first = 0;
-    rapt_status status = check_heads(context, heads, &first);
+    rapt_status status = check_heads(context, given, &first);
     if (status != RAPT_OK) return status;
+    const rapt_tensor normalised = rapt_normalised(given), *heads = &normalised;
     if (merged == NULL) return rapt_fail(context, RAPT_ERROR_NULL, "merged is NULL");
     int64_t num_heads = heads->shape[first], dim = heads->shape[first + 2];
     rapt_tensor result = *heads; /* [.., L, H*D] */

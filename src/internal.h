@@ -104,6 +104,8 @@ rapt_status rapt_check_rank(rapt_context *context, const char *name, const rapt_
 /* Refuses an output that shares memory with another tensor (NULL is skipped). */
 rapt_status rapt_check_apart(rapt_context *context, const char *output_name, const rapt_tensor *output,
                              const char *other_name, const rapt_tensor *other);
+/* With a stride of 0 wherever it does not matter (one entry, or an empty tensor), so that absurd ones are never used. */
+rapt_tensor rapt_normalised(const rapt_tensor *tensor);
 bool rapt_is_float(rapt_dtype dtype);
 bool rapt_same_view(const rapt_tensor *a, const rapt_tensor *b);
 /* "[2, 3, 4]" into text; returns text. */

@@ -24,13 +24,14 @@ typedef struct mha_call {
 
 /* Where batch and length stand in a tensor of the layer, as [N, L, features] whatever its layout. */
 static rapt_view layout_view(const mha_call *call, const rapt_tensor *tensor, int64_t *batch, int64_t *length) {
+    rapt_tensor normalised = rapt_normalised(tensor);
     rapt_view view = {.data = tensor->data};
     int32_t length_dim = !call->batched ? 0 : call->config->batch_first ? 1 : 0, batch_dim = 1 - length_dim;
     *batch = call->batched ? tensor->shape[batch_dim] : 1;
     *length = tensor->shape[length_dim];
-    view.stride[0] = call->batched ? tensor->stride[batch_dim] : 0;
-    view.stride[1] = tensor->stride[length_dim];
-    view.stride[2] = tensor->stride[tensor->ndim - 1];
+    view.stride[0] = call->batched ? normalised.stride[batch_dim] : 0;
+    view.stride[1] = normalised.stride[length_dim];
+    view.stride[2] = normalised.stride[tensor->ndim - 1];
     return view;
 }
 
@@ -84,9 +85,10 @@ static rapt_status take_static(mha_call *call, const char *name, const rapt_tens
         return rapt_fail(call->context, RAPT_ERROR_SHAPE, "%s has shape %s, expected [N*Hk, S, D] = [%lld, S, %lld]",
                          name, rapt_shape_text(tensor, text), (ll)first, (ll)c->head_dim);
     }
-    *view = (rapt_view){
-        .data = tensor->data,
-        .stride = {c->num_kv_heads * tensor->stride[0], tensor->stride[0], tensor->stride[1], tensor->stride[2]}};
+    rapt_tensor normalised = rapt_normalised(tensor);
+    const int64_t *stride = normalised.stride;
+    int64_t sequence_stride = call->problem.batch > 1 ? c->num_kv_heads * stride[0] : 0;
+    *view = (rapt_view){.data = tensor->data, .stride = {sequence_stride, stride[0], stride[1], stride[2]}};
     *keys = tensor->shape[1];
     return RAPT_OK;
 }
@@ -192,7 +194,7 @@ static rapt_status check_call(mha_call *call, bool training) {
     p->kv_heads = c->num_kv_heads;
     p->dim = p->value_dim = c->head_dim;
     p->scale = c->scale;
-    p->extra_keys = (c->add_bias_kv ? 1 : 0) + (c->add_zero_attn ? 1 : 0);
+    p->extra_keys = rapt_mha_extra_keys(c);
     if (call->key == NULL && call->options.static_k == NULL)
         return rapt_fail(call->context, RAPT_ERROR_NULL, "key is NULL");
     if (call->value == NULL && call->options.static_v == NULL)
@@ -200,6 +202,13 @@ static rapt_status check_call(mha_call *call, bool training) {
     status = check_keys(call);
     if (status != RAPT_OK) return status;
 
+    int64_t longest = p->queries > p->keys ? p->queries : p->keys, bytes; /* N * L * H * D is then countable anywhere */
+    if (__builtin_mul_overflow(p->batch, longest, &bytes) || __builtin_mul_overflow(bytes, p->heads, &bytes) ||
+        __builtin_mul_overflow(bytes, p->dim, &bytes) || __builtin_mul_overflow(bytes, (int64_t)64, &bytes)) {
+        return rapt_fail(call->context, RAPT_ERROR_OVERFLOW,
+                         "the call is too large: N %lld, L %lld, S %lld with %lld heads of %lld", (ll)p->batch,
+                         (ll)p->queries, (ll)p->keys, (ll)p->heads, (ll)p->dim);
+    }
     call->options.causal |= c->causal;
     status = rapt_attn_options(call->context, &call->options, call->batched, p);
     if (status == RAPT_OK) status = check_causal(call);
@@ -246,18 +255,26 @@ static void add_part(linear_problem *linear, const mha_projection *projection, r
                                                   .y = y};
 }
 
+/* Memory between the steps. */
+typedef struct mha_scratch {
+    char *q, *attended; /* [N, L, H*D] */
+    char *k, *v;        /* [N, S, Hk*D] */
+    void *stage;        /* of the backend, for one step at a time */
+} mha_scratch;
+
 /* The products of a forward. Inputs that are one tensor share one: self-attention needs a single product. */
 typedef struct mha_products {
     int count;
     linear_problem linear[4]; /* the last is the output projection */
 } mha_products;
 
-static mha_products plan_products(const mha_call *call, char *q, char *k, char *v, char *attended, bool only_value) {
+static mha_products plan_products(const mha_call *call, const mha_scratch *scratch, bool only_value) {
     const rapt_mha_config *c = call->config;
     const attn_problem *p = &call->problem;
     int64_t q_features = c->num_heads * c->head_dim, kv_features = c->num_kv_heads * c->head_dim;
-    rapt_view q_rows = rows_view(q, p->queries, q_features), k_rows = rows_view(k, p->keys, kv_features);
-    rapt_view v_rows = rows_view(v, p->keys, kv_features);
+    rapt_view q_rows = rows_view(scratch->q, p->queries, q_features),
+              k_rows = rows_view(scratch->k, p->keys, kv_features);
+    rapt_view v_rows = rows_view(scratch->v, p->keys, kv_features);
     const rapt_tensor *input[3] = {call->query, call->key, call->value};
     const mha_projection *projection[3] = {&call->parts.q, &call->parts.k, &call->parts.v};
     rapt_view rows[3] = {q_rows, k_rows, v_rows};
@@ -283,23 +300,14 @@ static mha_products plan_products(const mha_call *call, char *q, char *k, char *
                             .batch = p->batch,
                             .length = p->queries,
                             .features = q_features,
-                            .x = rows_view(attended, p->queries, q_features)};
+                            .x = rows_view(scratch->attended, p->queries, q_features)};
     int64_t batch, length;
     add_part(out, &call->parts.out, layout_view(call, call->out, &batch, &length));
     return products;
 }
 
-/* bias_k and bias_v, then zeros: [Hk, extra, D] */
-static rapt_view fill_extra(const mha_call *call, const rapt_tensor *bias, char *memory) {
-    const attn_problem *p = &call->problem;
-    int64_t dim = p->dim, extra = p->extra_keys;
-    rapt_view view = {.data = memory, .stride = {0, extra * dim, dim, 1}};
-    memset(memory, 0, (size_t)(p->kv_heads * extra * dim) * rapt_dtype_size(p->dtype));
-    for (int64_t i = 0; bias->data != NULL && i < p->kv_heads * dim; i++) {
-        rapt_store(memory, p->dtype, i / dim * view.stride[1] + i % dim,
-                   rapt_load(bias->data, p->dtype, i * bias->stride[0]));
-    }
-    return view;
+static rapt_view extra_view(const attn_problem *p, void *extra) {
+    return (rapt_view){.data = extra, .stride = {0, p->extra_keys * p->dim, p->dim, 1}};
 }
 
 /* A single key is what a lone query attends to, whatever the scores: its value is the result. */
@@ -325,73 +333,95 @@ static bool takes_short_way(const mha_call *call) {
            o->lse == NULL && o->static_k == NULL;
 }
 
+/* ---- scratch memory ---- */
+
+static size_t rows_bytes(const attn_problem *p, int64_t length, int64_t heads) {
+    size_t rows = rapt_size_mul((size_t)p->batch, (size_t)length);
+    return rapt_size_mul(rows, rapt_size_mul((size_t)(heads * p->dim), rapt_dtype_size(p->dtype)));
+}
+
 static size_t packed_bytes(const mha_projection *projection) {
     return rapt_linear_packed_size(projection->weight.dtype, projection->weight.shape[0], projection->weight.shape[1]);
 }
 
-static rapt_status compute(mha_call *call) {
-    rapt_context *context = call->context;
-    const rapt_backend_table *backend = context->backend;
-    attn_problem *p = &call->problem;
-    bool short_way = takes_short_way(call), projects_keys = call->options.static_k == NULL;
-    mha_projection *projections[4] = {&call->parts.q, &call->parts.k, &call->parts.v, &call->parts.out};
-    bool is_needed[4] = {!short_way, !short_way && projects_keys, projects_keys, true};
-    bool packs = backend->reads_packed_weights && call->parts.out.packed == NULL;
-
-    /* Sizes first, as if at address 0; then one reservation; then the same again with memory. */
-    size_t element = rapt_dtype_size(p->dtype);
-    size_t q_bytes = rapt_size_mul(rapt_size_mul((size_t)p->batch, (size_t)p->queries),
-                                   rapt_size_mul((size_t)(p->heads * p->dim), element));
-    size_t k_bytes = rapt_size_mul(rapt_size_mul((size_t)p->batch, (size_t)p->keys),
-                                   rapt_size_mul((size_t)(p->kv_heads * p->dim), element));
-    if (!projects_keys) k_bytes = 0;
-    size_t extra_bytes = rapt_size_mul((size_t)(p->kv_heads * p->extra_keys * p->dim), element), stage_bytes = 0,
-           total = 0;
-    mha_products products = plan_products(call, NULL, NULL, NULL, NULL, short_way);
+/* What the longest of the steps needs. */
+static size_t stage_bytes(const mha_call *call, bool short_way) {
+    const rapt_backend_table *backend = call->context->backend;
+    size_t most = short_way ? 0 : backend->attn_scratch(call->context, &call->problem);
+    mha_products products = plan_products(call, &(mha_scratch){0}, short_way);
     for (int i = 0; i < products.count; i++) {
-        size_t bytes = backend->linear_scratch(context, &products.linear[i]);
-        if (bytes > stage_bytes) stage_bytes = bytes;
+        size_t bytes = backend->linear_scratch(call->context, &products.linear[i]);
+        if (bytes > most) most = bytes;
     }
-    if (!short_way) {
-        size_t bytes = backend->attn_scratch(context, p);
-        if (bytes > stage_bytes) stage_bytes = bytes;
-    }
-    size_t sizes[] = {q_bytes, q_bytes, k_bytes, k_bytes, extra_bytes, extra_bytes, stage_bytes};
+    return most;
+}
+
+/* A layer comes with its weights packed; those of a functional call are packed here, into scratch memory. */
+static rapt_status reserve(mha_call *call, bool short_way, mha_scratch *scratch) {
+    rapt_context *context = call->context;
+    const attn_problem *p = &call->problem;
+    mha_parts *parts = &call->parts;
+    bool projects_keys = call->options.static_k == NULL;
+    bool packs = context->backend->reads_packed_weights && parts->out.packed == NULL;
+    bool makes_extra = p->extra_keys > 0 && parts->extra_k == NULL;
+    mha_projection *packed[4] = {short_way ? NULL : &parts->q, short_way || !projects_keys ? NULL : &parts->k,
+                                 projects_keys ? &parts->v : NULL, &parts->out};
+
+    size_t q = rows_bytes(p, p->queries, p->heads), k = projects_keys ? rows_bytes(p, p->keys, p->kv_heads) : 0;
+    size_t extra = makes_extra ? rapt_mha_extra_bytes(call->config) : 0, stage = stage_bytes(call, short_way),
+           total = 0;
+    const size_t sizes[] = {q, q, k, k, extra, extra, stage};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) total = rapt_size_add(total, rapt_arena_size(sizes[i]));
     for (int i = 0; packs && i < 4; i++) {
-        if (is_needed[i]) total = rapt_size_add(total, rapt_arena_size(packed_bytes(projections[i])));
+        if (packed[i] != NULL) total = rapt_size_add(total, rapt_arena_size(packed_bytes(packed[i])));
     }
-    if (!rapt_arena_reserve(&context->arena, &context->allocator, total)) return rapt_fail_memory(context, total);
+    rapt_arena *arena = &context->arena;
+    if (!rapt_arena_reserve(arena, &context->allocator, total)) return rapt_fail_memory(context, total);
 
-    char *q = rapt_arena_take(&context->arena, q_bytes), *attended = rapt_arena_take(&context->arena, q_bytes);
-    char *k = rapt_arena_take(&context->arena, k_bytes), *v = rapt_arena_take(&context->arena, k_bytes);
-    char *extra_k = rapt_arena_take(&context->arena, extra_bytes),
-         *extra_v = rapt_arena_take(&context->arena, extra_bytes);
-    void *stage = rapt_arena_take(&context->arena, stage_bytes);
+    *scratch = (mha_scratch){.q = rapt_arena_take(arena, q), .attended = rapt_arena_take(arena, q)};
+    scratch->k = rapt_arena_take(arena, k);
+    scratch->v = rapt_arena_take(arena, k);
+    scratch->stage = rapt_arena_take(arena, stage);
+    if (makes_extra) {
+        parts->extra_k = rapt_arena_take(arena, extra);
+        parts->extra_v = rapt_arena_take(arena, extra);
+        rapt_mha_fill_extra(call->config, &parts->bias_k, parts->extra_k);
+        rapt_mha_fill_extra(call->config, &parts->bias_v, parts->extra_v);
+    }
     for (int i = 0; packs && i < 4; i++) {
-        if (!is_needed[i]) continue;
-        projections[i]->packed = rapt_arena_take(&context->arena, packed_bytes(projections[i]));
-        rapt_linear_pack(context, &projections[i]->weight, &projections[i]->bias, projections[i]->packed);
+        if (packed[i] == NULL) continue;
+        packed[i]->packed = rapt_arena_take(arena, packed_bytes(packed[i]));
+        rapt_linear_pack(context, &packed[i]->weight, &packed[i]->bias, packed[i]->packed);
     }
+    return RAPT_OK;
+}
 
-    products = plan_products(call, q, k, v, attended, short_way);
-    for (int i = 0; i < products.count - 1; i++) backend->linear(context, &products.linear[i], stage);
+/* ---- the whole ---- */
+
+static rapt_status compute(mha_call *call) {
+    const rapt_backend_table *backend = call->context->backend;
+    attn_problem *p = &call->problem;
+    bool short_way = takes_short_way(call);
+    mha_scratch scratch;
+    rapt_status status = reserve(call, short_way, &scratch);
+    if (status != RAPT_OK) return status;
+
+    mha_products products = plan_products(call, &scratch, short_way);
+    for (int i = 0; i < products.count - 1; i++) backend->linear(call->context, &products.linear[i], scratch.stage);
     if (short_way) {
-        repeat_value(call, v, attended);
+        repeat_value(call, scratch.v, scratch.attended);
     } else {
-        p->q = heads_view(q, p->queries, p->heads, p->dim);
-        p->out = heads_view(attended, p->queries, p->heads, p->dim);
-        if (projects_keys) {
-            p->k = heads_view(k, p->keys, p->kv_heads, p->dim);
-            p->v = heads_view(v, p->keys, p->kv_heads, p->dim);
+        p->q = heads_view(scratch.q, p->queries, p->heads, p->dim);
+        p->out = heads_view(scratch.attended, p->queries, p->heads, p->dim);
+        if (call->options.static_k == NULL) {
+            p->k = heads_view(scratch.k, p->keys, p->kv_heads, p->dim);
+            p->v = heads_view(scratch.v, p->keys, p->kv_heads, p->dim);
         }
-        if (p->extra_keys > 0) {
-            p->extra_k = fill_extra(call, &call->parts.bias_k, extra_k);
-            p->extra_v = fill_extra(call, &call->parts.bias_v, extra_v);
-        }
-        backend->attn_forward(context, p, stage);
+        p->extra_k = extra_view(p, call->parts.extra_k);
+        p->extra_v = extra_view(p, call->parts.extra_v);
+        backend->attn_forward(call->context, p, scratch.stage);
     }
-    backend->linear(context, &products.linear[products.count - 1], stage);
+    backend->linear(call->context, &products.linear[products.count - 1], scratch.stage);
     return RAPT_OK;
 }
 

@@ -14,6 +14,7 @@ typedef struct mha_projection {
 typedef struct mha_parts {
     mha_projection q, k, v, out;
     rapt_tensor bias_k, bias_v; /* [Hk*D], data NULL: none */
+    void *extra_k, *extra_v;    /* the keys and values behind every sequence's, [Hk, extra, D]; NULL: not made yet */
 } mha_parts;
 
 typedef struct mha_parameter {
@@ -40,6 +41,11 @@ struct rapt_mha {
 rapt_status rapt_mha_take_weights(rapt_context *context, const rapt_mha_weights *weights, rapt_mha_config *config,
                                   mha_parts *parts);
 rapt_status rapt_mha_settle_config(rapt_context *context, const rapt_mha_config *given, rapt_mha_config *config);
+
+/* bias_k and bias_v, and zeros for add_zero_attn: how many extra keys there are, their bytes, and making them. */
+int64_t rapt_mha_extra_keys(const rapt_mha_config *config);
+size_t rapt_mha_extra_bytes(const rapt_mha_config *config);
+void rapt_mha_fill_extra(const rapt_mha_config *config, const rapt_tensor *bias, void *extra);
 
 /* The rows first .. first + count of a matrix, or those entries of a vector. */
 rapt_tensor rapt_rows_of(const rapt_tensor *tensor, int64_t first, int64_t count);

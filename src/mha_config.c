@@ -110,6 +110,24 @@ rapt_status rapt_mha_settle_config(rapt_context *context, const rapt_mha_config 
     return RAPT_OK;
 }
 
+/* ---- extra keys ---- */
+
+int64_t rapt_mha_extra_keys(const rapt_mha_config *c) { return (c->add_bias_kv ? 1 : 0) + (c->add_zero_attn ? 1 : 0); }
+
+size_t rapt_mha_extra_bytes(const rapt_mha_config *c) {
+    return (size_t)(c->num_kv_heads * c->head_dim * rapt_mha_extra_keys(c)) * rapt_dtype_size(c->dtype);
+}
+
+void rapt_mha_fill_extra(const rapt_mha_config *c, const rapt_tensor *bias, void *extra) {
+    memset(extra, 0, rapt_mha_extra_bytes(c));
+    if (bias->data == NULL) return;
+    int64_t dim = c->head_dim, head_stride = dim * rapt_mha_extra_keys(c);
+    for (int64_t i = 0; i < bias->shape[0]; i++) {
+        double value = rapt_load(bias->data, c->dtype, i * bias->stride[0]);
+        rapt_store(extra, c->dtype, i / dim * head_stride + i % dim, value);
+    }
+}
+
 /* ---- ready weights ---- */
 
 rapt_tensor rapt_rows_of(const rapt_tensor *tensor, int64_t first, int64_t count) {

@@ -72,7 +72,7 @@ static size_t packed_size(const mha_projection *projection) {
 
 static rapt_status allocate_packed(rapt_context *context, rapt_mha *layer) {
     mha_projection *projections[] = {&layer->parts.q, &layer->parts.k, &layer->parts.v, &layer->parts.out};
-    size_t total = 0;
+    size_t extra = rapt_arena_size(rapt_mha_extra_bytes(&layer->config)), total = rapt_size_mul(2, extra);
     for (int i = 0; i < 4; i++) total = rapt_size_add(total, packed_size(projections[i]));
     layer->packed = rapt_allocate(&layer->allocator, total);
     if (layer->packed == NULL) return rapt_fail_memory(context, total);
@@ -82,6 +82,10 @@ static rapt_status allocate_packed(rapt_context *context, rapt_mha *layer) {
         projections[i]->packed = next;
         next += packed_size(projections[i]);
     }
+    if (extra > 0) {
+        layer->parts.extra_k = next;
+        layer->parts.extra_v = next + extra;
+    }
     return RAPT_OK;
 }
 
@@ -89,6 +93,10 @@ static void pack(rapt_context *context, rapt_mha *layer) {
     mha_projection *projections[] = {&layer->parts.q, &layer->parts.k, &layer->parts.v, &layer->parts.out};
     for (int i = 0; i < 4; i++) {
         rapt_linear_pack(context, &projections[i]->weight, &projections[i]->bias, projections[i]->packed);
+    }
+    if (layer->parts.extra_k != NULL) {
+        rapt_mha_fill_extra(&layer->config, &layer->parts.bias_k, layer->parts.extra_k);
+        rapt_mha_fill_extra(&layer->config, &layer->parts.bias_v, layer->parts.extra_v);
     }
     layer->version++;
 }
@@ -235,19 +243,16 @@ static rapt_status create(rapt_context *context, const rapt_mha_config *given, r
 
 static rapt_status create_checked(rapt_context *context, const rapt_mha_config *config, rapt_mha **layer) {
     if (layer == NULL) return rapt_fail(context, RAPT_ERROR_NULL, "layer is NULL");
-    *layer = NULL;
     return create(context, config, layer);
 }
 
 rapt_status rapt_mha_create(rapt_context *context, const rapt_mha_config *config, rapt_mha **layer) {
     rapt_call call;
+    if (layer != NULL) *layer = NULL;
     rapt_status status = rapt_enter(context, &call);
     if (status != RAPT_OK) return status;
     return rapt_leave(context, &call, create_checked(context, config, layer));
 }
-
-/* In the short forms every size is meant as it is given, -1 too. */
-static int64_t no_default(int64_t size) { return size == RAPT_DEFAULT ? 0 : size; }
 
 rapt_status rapt_mha_create_mha(rapt_context *context, int64_t embed_dim, int64_t num_heads, rapt_mha **layer) {
     rapt_mha_config config = rapt_mha_config_default(embed_dim, num_heads);
@@ -260,9 +265,18 @@ rapt_status rapt_mha_create_mqa(rapt_context *context, int64_t embed_dim, int64_
 
 rapt_status rapt_mha_create_gqa(rapt_context *context, int64_t embed_dim, int64_t num_heads, int64_t num_kv_heads,
                                 rapt_mha **layer) {
+    rapt_call call;
+    if (layer != NULL) *layer = NULL;
+    rapt_status status = rapt_enter(context, &call);
+    if (status != RAPT_OK) return status;
     rapt_mha_config config = rapt_mha_config_default(embed_dim, num_heads);
-    config.num_kv_heads = no_default(num_kv_heads);
-    return rapt_mha_create(context, &config, layer);
+    config.num_kv_heads = num_kv_heads;
+    if (layer != NULL && num_kv_heads == RAPT_DEFAULT) { /* in a short form a size is meant as it is given */
+        status = rapt_fail(context, RAPT_ERROR_ARGUMENT, "num_kv_heads is -1, expected at least 1");
+    } else {
+        status = create_checked(context, &config, layer);
+    }
+    return rapt_leave(context, &call, status);
 }
 
 /* ---- creation from ready weights ---- */
@@ -314,7 +328,6 @@ static void borrow_weights(rapt_mha *layer, const rapt_mha_weights *w, const mha
 static rapt_status create_from_weights(rapt_context *context, const rapt_mha_weights *weights, rapt_ownership ownership,
                                        rapt_mha **result) {
     if (result == NULL) return rapt_fail(context, RAPT_ERROR_NULL, "layer is NULL");
-    *result = NULL;
     if (ownership != RAPT_COPY && ownership != RAPT_BORROW) {
         return rapt_fail(context, RAPT_ERROR_ARGUMENT, "ownership is %d, expected RAPT_COPY or RAPT_BORROW",
                          (int)ownership);
@@ -343,6 +356,7 @@ static rapt_status create_from_weights(rapt_context *context, const rapt_mha_wei
 rapt_status rapt_mha_create_from_weights(rapt_context *context, const rapt_mha_weights *weights,
                                          rapt_ownership ownership, rapt_mha **layer) {
     rapt_call call;
+    if (layer != NULL) *layer = NULL;
     rapt_status status = rapt_enter(context, &call);
     if (status != RAPT_OK) return status;
     return rapt_leave(context, &call, create_from_weights(context, weights, ownership, layer));
@@ -438,17 +452,24 @@ bool rapt_mha_is_training(const rapt_mha *layer) { return layer != NULL && layer
 int rapt_mha_describe(const rapt_mha *layer, char *text, size_t size) {
     if (layer == NULL) return snprintf(text, size, "no layer");
     const rapt_mha_config *c = &layer->config;
-    char inputs[64] = "", scale[40] = "", dropout[40] = "";
-    if (c->kdim != c->embed_dim || c->vdim != c->embed_dim)
+    char heads[80] = "", inputs[64] = "", numbers[80] = ""; /* what differs from the defaults */
+    size_t used = 0;
+    if (c->num_kv_heads != c->num_heads) {
+        used = (size_t)snprintf(heads, sizeof heads, ", num_kv_heads=%lld", (ll)c->num_kv_heads);
+    }
+    if (c->num_heads * c->head_dim != c->embed_dim) {
+        snprintf(heads + used, sizeof heads - used, ", head_dim=%lld", (ll)c->head_dim);
+    }
+    if (c->kdim != c->embed_dim || c->vdim != c->embed_dim) {
         snprintf(inputs, sizeof inputs, ", kdim=%lld, vdim=%lld", (ll)c->kdim, (ll)c->vdim);
-    if (c->set_scale) snprintf(scale, sizeof scale, ", scale=%g", c->scale);
-    if (c->dropout > 0) snprintf(dropout, sizeof dropout, ", dropout=%g", c->dropout);
-    return snprintf(
-        text, size,
-        "MultiheadAttention(embed_dim=%lld, num_heads=%lld, num_kv_heads=%lld, head_dim=%lld%s, bias=%s%s%s%s%s%s%s, "
-        "dtype=%s, %lld parameters)",
-        (ll)c->embed_dim, (ll)c->num_heads, (ll)c->num_kv_heads, (ll)c->head_dim, inputs, c->bias ? "true" : "false",
-        c->add_bias_kv ? ", add_bias_kv" : "", c->add_zero_attn ? ", add_zero_attn" : "",
-        c->batch_first ? ", batch_first" : "", c->causal ? ", causal" : "", scale, dropout, rapt_dtype_name(c->dtype),
-        (ll)rapt_mha_num_parameters(layer));
+    }
+    used = 0;
+    if (c->set_scale) used = (size_t)snprintf(numbers, sizeof numbers, ", scale=%g", c->scale);
+    if (c->dropout > 0) snprintf(numbers + used, sizeof numbers - used, ", dropout=%g", c->dropout);
+    return snprintf(text, size,
+                    "MultiheadAttention(embed_dim=%lld, num_heads=%lld%s%s%s%s%s%s%s%s, dtype=%s, %lld parameters)",
+                    (ll)c->embed_dim, (ll)c->num_heads, heads, inputs, c->bias ? "" : ", bias=false",
+                    c->add_bias_kv ? ", add_bias_kv" : "", c->add_zero_attn ? ", add_zero_attn" : "",
+                    c->batch_first ? ", batch_first" : "", c->causal ? ", causal" : "", numbers,
+                    rapt_dtype_name(c->dtype), (ll)rapt_mha_num_parameters(layer));
 }

@@ -88,6 +88,15 @@ bool rapt_tensor_is_contiguous(const rapt_tensor *tensor) {
     return true;
 }
 
+rapt_tensor rapt_normalised(const rapt_tensor *tensor) {
+    rapt_tensor result = *tensor;
+    bool is_empty = rapt_tensor_count(tensor) == 0;
+    for (int32_t d = 0; d < tensor->ndim; d++) {
+        if (is_empty || tensor->shape[d] == 1) result.stride[d] = 0;
+    }
+    return result;
+}
+
 bool rapt_same_view(const rapt_tensor *a, const rapt_tensor *b) {
     if (a == b) return true;
     if (a->data != b->data || a->dtype != b->dtype || a->device != b->device || a->ndim != b->ndim) return false;
@@ -117,12 +126,15 @@ static bool byte_range(const rapt_tensor *tensor, int64_t *low, int64_t *high) {
     int64_t size = (int64_t)rapt_dtype_size(tensor->dtype), lowest = 0, highest = 0;
     for (int32_t d = 0; d < tensor->ndim; d++) {
         int64_t reach;
+        if (tensor->shape[d] > 1 && tensor->stride[d] == INT64_MIN) return false; /* has no magnitude */
         if (__builtin_mul_overflow(tensor->stride[d], tensor->shape[d] - 1, &reach)) return false;
         int64_t *end = reach < 0 ? &lowest : &highest;
         if (__builtin_add_overflow(*end, reach, end)) return false;
     }
-    if (__builtin_mul_overflow(lowest, size, low)) return false;
-    return !__builtin_add_overflow(highest, (int64_t)1, &highest) && !__builtin_mul_overflow(highest, size, high);
+    int64_t length;
+    if (__builtin_add_overflow(highest, (int64_t)1, &highest) || __builtin_mul_overflow(highest, size, high))
+        return false;
+    return !__builtin_mul_overflow(lowest, size, low) && !__builtin_sub_overflow(*high, *low, &length);
 }
 
 /* Whether the sizes other than 0 can be multiplied: an empty tensor, too, has no sizes that overflow in a loop bound. */
@@ -322,7 +334,9 @@ rapt_status rapt_tensor_slice(rapt_context *context, const rapt_tensor *tensor, 
 
 /* ---- copying ---- */
 
-void rapt_copy_elements(const rapt_tensor *from, const rapt_tensor *to) {
+void rapt_copy_elements(const rapt_tensor *from_any, const rapt_tensor *to_any) {
+    const rapt_tensor from_normalised = rapt_normalised(from_any), to_normalised = rapt_normalised(to_any);
+    const rapt_tensor *from = &from_normalised, *to = &to_normalised;
     int64_t count = rapt_tensor_count(from), index[RAPT_MAX_DIMS] = {0}, source = 0, target = 0;
     size_t size = rapt_dtype_size(from->dtype);
     for (int64_t done = 0; done < count; done++) {

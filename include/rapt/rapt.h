@@ -431,7 +431,8 @@ RAPT_API rapt_status rapt_mha_functional(rapt_context *context, const rapt_mha_w
  * ones. What a layer lacks is RAPT_ERROR_ABSENT.
  *
  * The views may be written through. A forward reads packed copies, so writing ends with rapt_mha_commit, which packs the
- * weights anew and raises the layer's version; no forward may run meanwhile. */
+ * weights anew and raises the layer's version; no forward may run meanwhile. (The reference backend reads the parameters
+ * themselves.) */
 RAPT_API int64_t rapt_mha_num_parameters(const rapt_mha *layer); /* scalars in all */
 RAPT_API int32_t rapt_mha_num_tensors(const rapt_mha *layer);    /* parameters that have a name */
 RAPT_API rapt_status rapt_mha_tensor_at(rapt_context *context, const rapt_mha *layer, int32_t index, const char **name,

@@ -59,6 +59,7 @@ int64_t rapt_sole_key(const attn_problem *p, int64_t n, int64_t head, int64_t i)
 typedef struct attn_plan {
     int64_t group, rows_per_unit, units;
     int64_t tile_rows, tiles_per_unit;
+    int64_t room_rows;    /* what memory is laid out for: at least tile_rows, and no larger for a smaller problem */
     int64_t out_stride;   /* Dv rounded up */
     int64_t max_cuts;     /* of a unit, without the extra keys */
     int64_t cut_capacity; /* keys that a cut has room for */
@@ -85,14 +86,16 @@ static int64_t divide_up(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 static size_t product_of(int64_t a, int64_t b) { return rapt_size_mul((size_t)a, (size_t)b); }
 
 static size_t partial_size(const attn_plan *plan) {
-    return rapt_size_mul(plan->real, product_of(plan->tile_rows, plan->out_stride + 2));
+    return rapt_size_mul(plan->real, product_of(plan->room_rows, plan->out_stride + 2));
 }
 
 static attn_plan make_plan(const rapt_context *context, const attn_problem *p) {
     attn_plan plan = {.group = p->heads / p->kv_heads, .units = p->batch * p->kv_heads};
     plan.real = rapt_accumulation_size(p->dtype);
     plan.rows_per_unit = p->queries * plan.group;
-    plan.tile_rows = smaller(context->tile_rows > 0 ? context->tile_rows : TILE_ROWS, plan.rows_per_unit);
+    int64_t most_rows = context->tile_rows > 0 ? context->tile_rows : TILE_ROWS;
+    plan.tile_rows = smaller(most_rows, plan.rows_per_unit);
+    plan.room_rows = smaller(most_rows, p->queries * p->heads); /* a unit has more rows where KV heads are fewer */
     plan.tiles_per_unit = divide_up(plan.rows_per_unit, plan.tile_rows);
     plan.out_stride = rapt_round_up(p->value_dim, COLUMNS);
     plan.max_cuts = divide_up(p->keys, CUT);
@@ -115,12 +118,12 @@ static attn_plan make_plan(const rapt_context *context, const attn_problem *p) {
 
     /* A lane: q [rows][D], scores and bias [rows + 1][CUT], a partial and a total; for weights also whole rows of
      * them. */
-    size_t q_and_scores = rapt_size_mul(plan.real, product_of(plan.tile_rows + 1, p->dim + CUT));
+    size_t q_and_scores = rapt_size_mul(plan.real, product_of(plan.room_rows + 1, p->dim + CUT));
     plan.partial_bytes = rapt_arena_size(partial_size(&plan));
     plan.lane_bytes = rapt_arena_size(rapt_size_add(q_and_scores, rapt_size_mul(2, plan.partial_bytes)));
     if (p->weights.data != NULL) {
         int64_t columns = p->keys + p->extra_keys;
-        plan.weights_bytes = rapt_arena_size(rapt_size_mul(plan.real, product_of(plan.tile_rows, columns)));
+        plan.weights_bytes = rapt_arena_size(rapt_size_mul(plan.real, product_of(plan.room_rows, columns)));
         plan.stats_bytes = rapt_arena_size(rapt_size_mul(2 * plan.real, product_of(p->batch * p->heads, p->queries)));
         if (p->average_weights && rapt_dtype_size(p->dtype) < plan.real) {
             size_t rows = product_of(p->batch, p->queries);
@@ -131,7 +134,7 @@ static attn_plan make_plan(const rapt_context *context, const attn_problem *p) {
     /* Room for split tiles is kept even by a call that does not split, so that a smaller one after it has it. */
     int64_t tiles = plan.units * plan.tiles_per_unit;
     plan.split = plan.max_cuts > 1 && tiles < context->lanes && context->split_keys >= 0;
-    int64_t split_tiles = plan.max_cuts > 1 ? smaller(tiles, context->lanes - 1) : 0;
+    int64_t split_tiles = plan.max_cuts > 1 ? smaller(p->batch * p->heads * p->queries, context->lanes - 1) : 0;
     if (context->split_keys > 0) {
         plan.split = true;
         split_tiles = plan.wave_units * plan.tiles_per_unit;
@@ -148,7 +151,8 @@ static size_t attn_scratch(const rapt_context *context, const attn_problem *p) {
     size_t all_units = rapt_size_mul(plan.unit_bytes, (size_t)plan.units);
     size_t total = smaller_size(all_units, plan.unit_bytes > budget ? plan.unit_bytes : budget);
     total = rapt_size_add(rapt_arena_size(total), plan.table_bytes);
-    total = rapt_size_add(total, rapt_size_mul(plan.lane_bytes + plan.weights_bytes, (size_t)context->lanes));
+    total =
+        rapt_size_add(total, rapt_size_mul(rapt_size_add(plan.lane_bytes, plan.weights_bytes), (size_t)context->lanes));
     total =
         rapt_size_add(total, rapt_size_add(plan.partials_bytes, rapt_size_add(plan.stats_bytes, plan.average_bytes)));
     return total;
@@ -239,7 +243,7 @@ typedef struct lane_scratch {
 } lane_scratch;
 
 static attn_partial partial_at(const attn_plan *plan, char *memory) {
-    size_t row_reals = plan->real * (size_t)plan->tile_rows;
+    size_t row_reals = plan->real * (size_t)plan->room_rows;
     size_t out_bytes = row_reals * (size_t)plan->out_stride;
     return (attn_partial){.out = memory,
                           .reference = memory + out_bytes,
@@ -254,7 +258,7 @@ static lane_scratch scratch_of(const attn_job *job, int32_t lane) {
     scratch.partial = partial_at(plan, memory);
     scratch.total = partial_at(plan, memory + plan->partial_bytes);
     scratch.scores = memory + 2 * plan->partial_bytes;
-    scratch.q = (char *)scratch.scores + plan->real * (size_t)((plan->tile_rows + 1) * CUT);
+    scratch.q = (char *)scratch.scores + plan->real * (size_t)((plan->room_rows + 1) * CUT);
     scratch.weights = memory + plan->lane_bytes;
     return scratch;
 }

@@ -70,6 +70,9 @@ static rapt_status refuse(rapt_context *context, rapt_status status, const char 
 rapt_status rapt_choose_isa(rapt_context *context, rapt_isa wanted) {
     const isa_entry *entry;
     const char *text = os_environment("RAPT_ISA");
+    if (wanted < RAPT_ISA_AUTO || wanted > RAPT_ISA_NEON) {
+        return rapt_fail(context, RAPT_ERROR_ARGUMENT, "config.isa is %d, which is no rapt_isa", (int)wanted);
+    }
     if (wanted != RAPT_ISA_AUTO) {
         entry = available_entry(wanted);
         if (entry == NULL) return refuse(context, RAPT_ERROR_UNSUPPORTED, "config.isa", rapt_isa_name(wanted));

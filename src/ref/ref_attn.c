@@ -59,17 +59,19 @@ static double score(const attn_problem *p, int64_t n, int64_t h, int64_t i, int6
 static void attend(const attn_problem *p, int64_t n, int64_t h, int64_t i, double *weight) {
     int64_t kv_head = h / (p->heads / p->kv_heads), keys = p->keys + p->extra_keys;
     double largest = -INFINITY, sum = 0;
+    int64_t seen = 0;
     for (int64_t j = 0; j < keys; j++) {
         if (!is_seen(p, n, h, i, j)) continue;
         weight[j] = score(p, n, h, i, j);
         if (weight[j] > largest) largest = weight[j];
+        seen++;
     }
     for (int64_t j = 0; j < keys; j++) {
         weight[j] = is_seen(p, n, h, i, j) ? exp(weight[j] - largest) : 0;
         sum += weight[j];
     }
     for (int64_t j = 0; j < keys; j++) {
-        if (is_seen(p, n, h, i, j)) weight[j] /= sum;
+        if (is_seen(p, n, h, i, j)) weight[j] = seen == 1 ? 1 : weight[j] / sum; /* 1 even if the score is no number */
     }
     for (int64_t d = 0; d < p->value_dim; d++) {
         double out = 0;

@@ -207,10 +207,11 @@ static void attn_merge(int64_t rows, attn_partial *total, const attn_partial *pa
     }
 }
 
-/* A query that sees a single key gets its value as it is: weight / weight is 1, but (weight * value) / weight need not
- * be the value, and a single token that takes the short way through the layer must get these bits too. */
+/* A query that sees a single key gets its value as it is, whatever the score, an overflow included: weight / weight is 1,
+ * but (weight * value) / weight need not be the value, and a single token that takes the short way through the layer
+ * must get these bits too. */
 static bool copy_sole_value(const attn_rows *rows, int64_t r, real sum, real *out) {
-    if (!(sum > (real)0.7 && sum < (real)1.42)) return false; /* a lone weight is 2^r with |r| <= 1/2 */
+    if (sum < (real)0.7 || sum > (real)1.42) return false; /* a lone weight is 2^r with |r| <= 1/2, or NaN */
     const attn_problem *p = rows->problem;
     int64_t key = rapt_sole_key(p, rows->n, row_head(rows, r), row_query(rows, r));
     if (key < 0) return false;
@@ -261,8 +262,12 @@ static void attn_weights(const attn_rows *rows, const attn_keys *keys, const voi
             vec score = v_load(t + c);
             v_store(t + c, v_where_masked(score, v_zero(), v_div(v_weight(score, row_reference), row_sum)));
         }
-        memcpy((real *)weights + r * weights_stride + keys->first_key + begin, t + begin,
-               (size_t)(last - begin) * sizeof(real));
+        real *row = (real *)weights + r * weights_stride;
+        memcpy(row + keys->first_key + begin, t + begin, (size_t)(last - begin) * sizeof(real));
+        if (isnan(((const real *)sum)[r])) { /* a lone key weighs 1 even if its score is no number */
+            int64_t key = rapt_sole_key(rows->problem, rows->n, row_head(rows, r), row_query(rows, r));
+            if (key >= keys->first_key && key < keys->first_key + keys->keys) row[key] = 1;
+        }
     }
 }
 

@@ -14,8 +14,9 @@ typedef bits vec_bits __attribute__((vector_size(16)));
 #endif
 
 INLINE vec v_all(real x) {
-    vec all = {0};
-    return all + x;
+    vec all;
+    for (int i = 0; i < LANES; i++) all[i] = x; /* not 0 + x, which loses the sign of -0 */
+    return all;
 }
 INLINE vec v_zero(void) { return (vec){0}; }
 INLINE vec v_load(const real *p) {

@@ -1,0 +1,58 @@
+# Thin: everything that builds is in CMakeLists.txt and CMakePresets.json. This gives the short names.
+PREFIX ?= /usr/local
+CMAKE_FLAGS ?=
+
+# Where scripts/bootstrap.sh puts cmake and ninja when the system has none.
+export PATH := $(CURDIR)/.tools/bin:$(PATH)
+
+BUILD := build/release
+CONFIGURE = cmake --preset release $(CMAKE_FLAGS)
+QUIETLY = >build/configure.log 2>&1 || { cat build/configure.log; exit 1; }
+SOURCES = $(shell find $(wildcard include src tests bench examples tools) -name "*.[ch]" -o -name "*.cpp")
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
+
+run: ## build the library and run the example, examples/sentence.c
+	@scripts/bootstrap.sh build
+	@mkdir -p build
+	@$(CONFIGURE) -DRAPT_BUILD_TESTS=OFF $(QUIETLY)
+	@cmake --build $(BUILD) --target sentence
+	@$(BUILD)/sentence
+
+test: ## build everything and run all tests
+	@scripts/bootstrap.sh test
+	@mkdir -p build
+	@$(CONFIGURE) -DRAPT_BUILD_TESTS=ON $(QUIETLY)
+	@cmake --build $(BUILD)
+	@ctest --test-dir $(BUILD) --output-on-failure -j2
+
+bench: ## build and run the benchmark; ARGS= for its options
+	@scripts/bootstrap.sh build
+	@mkdir -p build
+	@$(CONFIGURE) -DRAPT_BUILD_TESTS=OFF $(QUIETLY)
+	@cmake --build $(BUILD) --target rapt_bench
+	@$(BUILD)/rapt_bench $(ARGS)
+
+install: ## install into PREFIX (/usr/local), below DESTDIR if that is set
+	@scripts/bootstrap.sh build
+	@mkdir -p build
+	@$(CONFIGURE) -DRAPT_BUILD_TESTS=OFF -DCMAKE_INSTALL_PREFIX="$(abspath $(PREFIX))" $(QUIETLY)
+	@cmake --build $(BUILD)
+	@DESTDIR="$(DESTDIR)" cmake --install $(BUILD)
+
+format: ## rewrite all C and C++ files in the project's style
+	@clang-format -i $(SOURCES)
+
+format-check: ## fail if `make format` would change a file
+	@bad=$$(for file in $(SOURCES); do clang-format "$$file" | cmp -s "$$file" - || echo "$$file"; done); \
+	if [ -n "$$bad" ]; then echo "make format would change:" $$bad; exit 1; fi
+
+lint: ## clang-tidy and cppcheck
+	@scripts/bootstrap.sh test
+	@scripts/lint.sh
+
+clean: ## remove what was built
+	@rm -rf build
+
+.PHONY: help run test bench install format format-check lint clean

@@ -1,0 +1,87 @@
+# Every tests/test_*.c is a cmocka program of its own, linked with the static library so that it can also reach what
+# the shared one hides. A program that exits with 77 has been skipped, such as one for an instruction set that this
+# CPU lacks.
+set(label_kernels test_attention test_layer test_layer_calls test_same_bits test_golden test_errors test_errors_objects) # repeated under each RAPT_ISA
+set(label_threads test_threads test_same_bits) # what ThreadSanitizer runs
+
+if(NOT TARGET rapt_static)
+  message(FATAL_ERROR "The tests need the static library: set RAPT_BUILD_STATIC or unset RAPT_BUILD_TESTS")
+endif()
+find_path(CMOCKA_INCLUDE_DIR cmocka.h)
+find_library(CMOCKA_LIBRARY cmocka)
+find_path(DLPACK_INCLUDE_DIR dlpack/dlpack.h)
+if(NOT CMOCKA_INCLUDE_DIR OR NOT CMOCKA_LIBRARY)
+  message(FATAL_ERROR "The tests need cmocka: install it (libcmocka-dev) or unset RAPT_BUILD_TESTS")
+endif()
+
+add_library(rapt_test_support INTERFACE)
+target_link_libraries(rapt_test_support INTERFACE rapt_static ${CMOCKA_LIBRARY} m Threads::Threads)
+target_include_directories(rapt_test_support INTERFACE src tests)
+target_include_directories(rapt_test_support SYSTEM INTERFACE ${CMOCKA_INCLUDE_DIR})
+target_compile_definitions(rapt_test_support INTERFACE RAPT_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
+
+# What the programs share: every other C file in tests/.
+file(GLOB sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/tests/test_*.c)
+file(GLOB support CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/tests/*.c)
+list(REMOVE_ITEM support ${sources})
+if(support)
+  add_library(rapt_support STATIC ${support})
+  rapt_compile_options(rapt_support)
+  set_target_properties(rapt_support PROPERTIES C_EXTENSIONS ON) # setenv, fork and the like
+  target_link_libraries(rapt_support PRIVATE rapt_test_support)
+  set(support rapt_support)
+endif()
+
+function(rapt_add_test name program isa)
+  add_test(NAME ${name} COMMAND ${program} WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
+  set_tests_properties(${name} PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 600)
+  if(isa)
+    set_tests_properties(${name} PROPERTIES ENVIRONMENT RAPT_ISA=${isa})
+  endif()
+  foreach(label kernels threads)
+    if(program IN_LIST label_${label})
+      set_property(TEST ${name} APPEND PROPERTY LABELS ${label})
+    endif()
+  endforeach()
+endfunction()
+
+foreach(source IN LISTS sources)
+  get_filename_component(program ${source} NAME_WE)
+  if(program STREQUAL test_dlpack AND NOT DLPACK_INCLUDE_DIR)
+    message(STATUS "dlpack/dlpack.h not found: test_dlpack is left out")
+    continue()
+  endif()
+  add_executable(${program} ${source})
+  rapt_compile_options(${program})
+  set_target_properties(${program} PROPERTIES C_EXTENSIONS ON)
+  target_link_libraries(${program} PRIVATE ${support} rapt_test_support)
+  if(program STREQUAL test_dlpack)
+    target_include_directories(${program} SYSTEM PRIVATE ${DLPACK_INCLUDE_DIR})
+  endif()
+  rapt_add_test(${program} ${program} "")
+  if(program IN_LIST label_kernels)
+    foreach(isa IN LISTS RAPT_ISAS)
+      rapt_add_test(${program}.${isa} ${program} ${isa})
+    endforeach()
+  endif()
+endforeach()
+
+if(TARGET sentence)
+  add_test(NAME example_sentence COMMAND sentence WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
+endif()
+
+# The rest looks at what a user gets, which is neither instrumented nor for another architecture.
+if(RAPT_SANITIZE OR CMAKE_CROSSCOMPILING)
+  return()
+endif()
+add_test(NAME header_alone COMMAND ${PROJECT_SOURCE_DIR}/tests/header_test.sh ${PROJECT_SOURCE_DIR}/include)
+if(TARGET rapt AND CMAKE_SYSTEM_NAME STREQUAL Linux)
+  add_test(NAME exports
+    COMMAND ${PROJECT_SOURCE_DIR}/tests/exports_test.sh $<TARGET_FILE:rapt> ${PROJECT_SOURCE_DIR}/tests/exports.txt)
+endif()
+if(TARGET rapt AND RAPT_INSTALL)
+  add_test(NAME install
+    COMMAND ${PROJECT_SOURCE_DIR}/tests/install_test.sh ${PROJECT_SOURCE_DIR} ${PROJECT_BINARY_DIR})
+  set_tests_properties(install PROPERTIES
+    SKIP_RETURN_CODE 77 ENVIRONMENT "CMAKE=${CMAKE_COMMAND};CC=${CMAKE_C_COMPILER}")
+endif()
