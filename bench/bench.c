@@ -107,13 +107,13 @@ static job make_job(rapt_context *context, const shape *s) {
 }
 
 static void free_job(job *j) {
-    bool is_layer = j->layer != NULL;
-    rapt_mha_destroy(j->layer);
+    if (j->k.data != j->q.data) { /* the layer's key and value are the query */
+        free(j->k.data);
+        free(j->v.data);
+    }
     free(j->q.data);
     free(j->out.data);
-    if (is_layer) return; /* key and value are the query */
-    free(j->k.data);
-    free(j->v.data);
+    rapt_mha_destroy(j->layer);
 }
 
 static void run_job(rapt_context *context, const job *j) {

@@ -115,7 +115,7 @@ static rapt_status settle_config(const rapt_context_config *config, rapt_context
 }
 
 static rapt_status create(const rapt_context_config *config, rapt_context *draft, rapt_context **result) {
-    int32_t threads;
+    int32_t threads = 1;
     rapt_status status = settle_config(config, draft, &threads);
     if (status != RAPT_OK) return status;
     draft->lanes = threads;

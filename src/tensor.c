@@ -285,8 +285,8 @@ static rapt_status transpose(rapt_context *context, const rapt_tensor *tensor, i
     rapt_status status = rapt_check_tensor(context, "tensor", tensor);
     if (status == RAPT_OK) status = check_dim(context, "dim_a", tensor, dim_a);
     if (status == RAPT_OK) status = check_dim(context, "dim_b", tensor, dim_b);
-    if (status == RAPT_OK && view == NULL) status = rapt_fail(context, RAPT_ERROR_NULL, "view is NULL");
     if (status != RAPT_OK) return status;
+    if (view == NULL) return rapt_fail(context, RAPT_ERROR_NULL, "view is NULL");
     rapt_tensor result = *tensor;
     result.shape[dim_a] = tensor->shape[dim_b];
     result.stride[dim_a] = tensor->stride[dim_b];
@@ -308,8 +308,8 @@ static rapt_status slice(rapt_context *context, const rapt_tensor *tensor, int32
                          rapt_tensor *view) {
     rapt_status status = rapt_check_tensor(context, "tensor", tensor);
     if (status == RAPT_OK) status = check_dim(context, "dim", tensor, dim);
-    if (status == RAPT_OK && view == NULL) status = rapt_fail(context, RAPT_ERROR_NULL, "view is NULL");
     if (status != RAPT_OK) return status;
+    if (view == NULL) return rapt_fail(context, RAPT_ERROR_NULL, "view is NULL");
     if (start < 0 || count < 0 || start > tensor->shape[dim] || count > tensor->shape[dim] - start) {
         return rapt_fail(context, RAPT_ERROR_ARGUMENT,
                          "start %lld with count %lld is outside dimension %d of size %lld", (long long)start,
