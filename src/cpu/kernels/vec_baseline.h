@@ -14,7 +14,7 @@ typedef bits vec_bits __attribute__((vector_size(16)));
 #endif
 
 INLINE vec v_all(real x) {
-    vec all;
+    vec all = {0};
     for (int i = 0; i < LANES; i++) all[i] = x; /* not 0 + x, which loses the sign of -0 */
     return all;
 }
