@@ -83,6 +83,11 @@ static rapt_status take_band(rapt_context *context, const rapt_options *o, attn_
                          "expected at most one",
                          offsets, (ll)o->offset);
     }
+    if ((o->left != 0 && !o->limit_left) || (o->right != 0 && !o->limit_right)) {
+        bool is_left = o->left != 0 && !o->limit_left;
+        return rapt_fail(context, RAPT_ERROR_ARGUMENT, "options.%s is %lld, but limit_%s is false",
+                         is_left ? "left" : "right", (ll)(is_left ? o->left : o->right), is_left ? "left" : "right");
+    }
     rapt_status status = check_array(context, "offsets", o->offsets);
     if (status != RAPT_OK) return status;
     p->limit_left = o->limit_left;
@@ -175,6 +180,12 @@ rapt_status rapt_attn_options(rapt_context *context, const rapt_options *o, bool
     }
     if (o->mode != RAPT_MODE_DEFAULT && o->mode != RAPT_MODE_TRAIN && o->mode != RAPT_MODE_EVAL) {
         return rapt_fail(context, RAPT_ERROR_ARGUMENT, "options.mode is %d, which is no rapt_mode", (int)o->mode);
+    }
+    if (o->scale != 0 && !o->set_scale) {
+        return rapt_fail(context, RAPT_ERROR_ARGUMENT, "options.scale is %g, but set_scale is false", o->scale);
+    }
+    if (o->per_head_weights && o->weights == NULL) {
+        return rapt_fail(context, RAPT_ERROR_ARGUMENT, "options.per_head_weights is true, but weights is NULL");
     }
     if (o->set_scale && !isfinite(o->scale)) {
         return rapt_fail(context, RAPT_ERROR_ARGUMENT, "options.scale is %g, expected a finite number", o->scale);

@@ -15,6 +15,10 @@
 #include <stdarg.h>
 #include <stdatomic.h>
 
+#ifdef __FAST_MATH__
+#error "Rapt cannot be compiled with -ffast-math: infinities, NaN and the order of sums are part of what it promises"
+#endif
+
 #define RAPT_ALIGNMENT 64 /* of every allocation: a cache line and the widest vector */
 #define RAPT_MAX_THREADS 1024
 
@@ -175,7 +179,6 @@ typedef struct linear_problem {
 } linear_problem;
 
 struct rapt_backend_table {
-    const char *name;
     bool reads_packed_weights;
     size_t (*attn_scratch)(const rapt_context *context, const attn_problem *problem);
     void (*attn_forward)(rapt_context *context, const attn_problem *problem, void *scratch);

@@ -5,8 +5,6 @@
  */
 #include "mha.h"
 
-#include <math.h>
-
 typedef long long ll; /* for printf */
 
 /* One forward, as it is being prepared. */
@@ -115,7 +113,9 @@ static rapt_status check_keys(mha_call *call) {
         if (status != RAPT_OK) return status;
         layout_view(call, call->value, &batch, &values);
         status = check_equal(call, "value", "batch", batch, p->batch, "query");
-        if (status == RAPT_OK) status = check_equal(call, "value", "length", values, p->keys, "key");
+        if (status == RAPT_OK && call->key != NULL) {
+            status = check_equal(call, "value", "length", values, p->keys, "key");
+        }
         if (status != RAPT_OK) return status;
     }
     if (o->static_k != NULL) {
@@ -151,8 +151,8 @@ static rapt_status check_dropout(const mha_call *call, bool training) {
     }
     if (training && call->config->dropout > 0) {
         return rapt_fail(call->context, RAPT_ERROR_UNSUPPORTED,
-                         "dropout %g is not drawn in Rapt %s: call rapt_mha_eval, or set options.mode "
-                         "to RAPT_MODE_EVAL",
+                         "dropout %g is not drawn in Rapt %s: call rapt_mha_eval (or, in a call with options, set "
+                         "their mode to RAPT_MODE_EVAL)",
                          call->config->dropout, rapt_version());
     }
     return RAPT_OK;
@@ -184,8 +184,7 @@ static rapt_status check_apart(const mha_call *call) {
 static rapt_status check_call(mha_call *call, bool training) {
     const rapt_mha_config *c = call->config;
     attn_problem *p = &call->problem;
-    rapt_status status = rapt_check_tensor(call->context, "query", call->query);
-    if (status == RAPT_OK) status = check_input(call, "query", call->query, "embed_dim", c->embed_dim);
+    rapt_status status = check_input(call, "query", call->query, "embed_dim", c->embed_dim);
     if (status != RAPT_OK) return status;
     call->batched = call->query->ndim == 3;
     layout_view(call, call->query, &p->batch, &p->queries);
@@ -363,7 +362,7 @@ static rapt_status reserve(mha_call *call, bool short_way, mha_scratch *scratch)
     mha_parts *parts = &call->parts;
     bool projects_keys = call->options.static_k == NULL;
     bool packs = context->backend->reads_packed_weights && parts->out.packed == NULL;
-    bool makes_extra = p->extra_keys > 0 && parts->extra_k == NULL;
+    bool makes_extra = p->extra_keys > 0 && (parts->extra_k == NULL || !context->backend->reads_packed_weights);
     mha_projection *packed[4] = {short_way ? NULL : &parts->q, short_way || !projects_keys ? NULL : &parts->k,
                                  projects_keys ? &parts->v : NULL, &parts->out};
 
@@ -485,6 +484,14 @@ static rapt_status token_forward(rapt_context *context, const rapt_mha *layer, c
     }
     rapt_status status = rapt_check_tensor(context, "tokens", tokens);
     if (status == RAPT_OK) status = rapt_check_rank(context, "tokens", tokens, 2, "[N, E]");
+    if (status == RAPT_OK && tokens->shape[1] != config.embed_dim) {
+        status = rapt_fail(context, RAPT_ERROR_SHAPE, "tokens has last size %lld, expected embed_dim %lld",
+                           (ll)tokens->shape[1], (ll)config.embed_dim);
+    }
+    if (status == RAPT_OK && tokens->dtype != config.dtype) {
+        status = rapt_fail(context, RAPT_ERROR_DTYPE, "tokens is %s, expected %s as the layer",
+                           rapt_dtype_name(tokens->dtype), rapt_dtype_name(config.dtype));
+    }
     if (status == RAPT_OK) status = rapt_check_output(context, "out", out);
     if (status == RAPT_OK) status = rapt_check_rank(context, "out", out, 2, "[N, E]");
     if (status != RAPT_OK) return status;

@@ -39,8 +39,13 @@ static rapt_status check_heads(rapt_context *context, int64_t heads, int64_t kv_
     return RAPT_OK;
 }
 
-/* The numbers that a config and ready weights have in common. */
-static rapt_status check_numbers(rapt_context *context, bool set_scale, double scale, double dropout) {
+/* The numbers that a config and ready weights have in common. The derived scale, as rapt_mha_settings gives it, needs no
+ * set_scale. */
+static rapt_status check_numbers(rapt_context *context, int64_t head_dim, bool set_scale, double scale,
+                                 double dropout) {
+    if (!set_scale && scale != 0 && scale != 1 / sqrt((double)head_dim)) {
+        return rapt_fail(context, RAPT_ERROR_ARGUMENT, "scale is %g, but set_scale is false", scale);
+    }
     if (set_scale && !isfinite(scale)) {
         return rapt_fail(context, RAPT_ERROR_ARGUMENT, "scale is %g, expected a finite number", scale);
     }
@@ -92,7 +97,7 @@ rapt_status rapt_mha_settle_config(rapt_context *context, const rapt_mha_config 
         c.head_dim = c.embed_dim / c.num_heads;
     }
     status = check_overflow(context, &c);
-    if (status == RAPT_OK) status = check_numbers(context, c.set_scale, c.scale, c.dropout);
+    if (status == RAPT_OK) status = check_numbers(context, c.head_dim, c.set_scale, c.scale, c.dropout);
     if (status != RAPT_OK) return status;
     if (!c.set_scale) c.scale = 1 / sqrt((double)c.head_dim);
     if (!rapt_is_float(c.dtype)) {
@@ -205,8 +210,7 @@ static rapt_status take_fused(rapt_context *context, const rapt_mha_weights *w, 
         return rapt_fail(context, RAPT_ERROR_ARGUMENT,
                          "in_proj_weight and separate projection weights are given: expected one or the other");
     }
-    rapt_status status = rapt_check_tensor(context, "in_proj_weight", fused);
-    if (status == RAPT_OK) status = check_weight(context, "in_proj_weight", fused, fused->dtype, 2, "[(H+2Hk)*D, E]");
+    rapt_status status = check_weight(context, "in_proj_weight", fused, fused->dtype, 2, "[(H+2Hk)*D, E]");
     if (status != RAPT_OK) return status;
     c->dtype = fused->dtype;
     c->num_kv_heads = w->num_kv_heads == RAPT_DEFAULT ? c->num_heads : w->num_kv_heads;
@@ -298,7 +302,6 @@ rapt_status rapt_mha_take_weights(rapt_context *context, const rapt_mha_weights 
     if (status == RAPT_OK) status = check_size(context, "num_heads", w->num_heads, false);
     if (status == RAPT_OK) status = check_size(context, "num_kv_heads", w->num_kv_heads, true);
     if (status == RAPT_OK) status = check_size(context, "head_dim", w->head_dim, true);
-    if (status == RAPT_OK) status = check_numbers(context, w->set_scale, w->scale, w->dropout);
     if (status != RAPT_OK) return status;
 
     rapt_mha_config c = rapt_mha_config_default(0, w->num_heads);
@@ -309,6 +312,7 @@ rapt_status rapt_mha_take_weights(rapt_context *context, const rapt_mha_weights 
     c.kdim = parts.k.weight.shape[1];
     c.vdim = parts.v.weight.shape[1];
     status = check_overflow(context, &c);
+    if (status == RAPT_OK) status = check_numbers(context, c.head_dim, w->set_scale, w->scale, w->dropout);
     if (status == RAPT_OK)
         status = check_weight(context, "out_proj_weight", w->out_proj_weight, c.dtype, 2, "[E, H*D]");
     if (status != RAPT_OK) return status;

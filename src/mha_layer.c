@@ -271,8 +271,8 @@ rapt_status rapt_mha_create_gqa(rapt_context *context, int64_t embed_dim, int64_
     if (status != RAPT_OK) return status;
     rapt_mha_config config = rapt_mha_config_default(embed_dim, num_heads);
     config.num_kv_heads = num_kv_heads;
-    if (layer != NULL && num_kv_heads == RAPT_DEFAULT) { /* in a short form a size is meant as it is given */
-        status = rapt_fail(context, RAPT_ERROR_ARGUMENT, "num_kv_heads is -1, expected at least 1");
+    if (layer != NULL && num_kv_heads < 1) { /* in a short form -1 is no default */
+        status = rapt_fail(context, RAPT_ERROR_ARGUMENT, "num_kv_heads is %lld, expected at least 1", (ll)num_kv_heads);
     } else {
         status = create_checked(context, &config, layer);
     }

@@ -36,26 +36,59 @@ int64_t os_process_id(void) { return getpid(); }
 const char *os_environment(const char *name) { return getenv(name); }
 
 #ifdef __linux__
-/* CPUs' worth of time that the control group allows, or 0 for no limit. */
-static int32_t cgroup_cpus(void) {
+/* CPUs' worth of time that one control group allows, or 0 for no limit. Version 2 has one file, "max 100000" or
+ * "150000 100000"; version 1 has two, with -1 for no limit. */
+static double group_quota(const char *group, bool version_2) {
+    char path[600];
     double quota = 0, period = 0;
-    FILE *file = fopen("/sys/fs/cgroup/cpu.max", "r"); /* version 2: "max 100000" or "150000 100000" */
-    if (file != NULL) {
-        if (fscanf(file, "%lf %lf", &quota, &period) != 2) quota = 0;
-        fclose(file);
-    } else {
-        file = fopen("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "r"); /* version 1: -1 for no limit */
+    snprintf(path, sizeof path, version_2 ? "%s/cpu.max" : "%s/cpu.cfs_quota_us", group);
+    FILE *file = fopen(path, "r");
+    if (file == NULL) return 0;
+    int found = fscanf(file, "%lf %lf", &quota, &period);
+    fclose(file);
+    if (!version_2 && found == 1) {
+        snprintf(path, sizeof path, "%s/cpu.cfs_period_us", group);
+        file = fopen(path, "r");
         if (file == NULL) return 0;
-        if (fscanf(file, "%lf", &quota) != 1) quota = 0;
-        fclose(file);
-        file = fopen("/sys/fs/cgroup/cpu/cpu.cfs_period_us", "r");
-        if (file == NULL) return 0;
-        if (fscanf(file, "%lf", &period) != 1) period = 0;
+        found += fscanf(file, "%lf", &period);
         fclose(file);
     }
-    if (!(quota > 0 && period > 0)) return 0;
-    double cpus = quota / period;
-    return cpus < 1 ? 1 : cpus > 1e6 ? 0 : (int32_t)cpus;
+    return found == 2 && quota > 0 && period > 0 ? quota / period : 0;
+}
+
+/* The smallest limit of the group at root/inner and of those around it, up to the root. */
+static double smallest_quota(const char *root, const char *inner, bool version_2) {
+    char group[500];
+    size_t root_length = strlen(root);
+    double smallest = 0;
+    if (snprintf(group, sizeof group, "%s%s", root, inner) >= (int)sizeof group) return 0;
+    for (;;) {
+        double quota = group_quota(group, version_2);
+        if (quota > 0 && (smallest == 0 || quota < smallest)) smallest = quota;
+        char *end = strrchr(group, '/');
+        if (end == NULL || (size_t)(end - group) < root_length) return smallest;
+        *end = '\0';
+    }
+}
+
+/* CPUs' worth of time that the control groups of this process allow, or 0 for no limit. */
+static int32_t cgroup_cpus(void) {
+    double smallest = 0;
+    char line[500];
+    FILE *file = fopen("/proc/self/cgroup", "r"); /* "0::/group" in version 2, "4:cpu,cpuacct:/group" in version 1 */
+    while (file != NULL && fgets(line, sizeof line, file) != NULL) {
+        line[strcspn(line, "\n")] = '\0';
+        char *controllers = strchr(line, ':'), *group = controllers == NULL ? NULL : strchr(controllers + 1, ':');
+        if (group == NULL) continue;
+        *group++ = '\0';
+        bool version_2 = controllers[1] == '\0';
+        bool is_cpu = strcmp(controllers + 1, "cpu") == 0 || strncmp(controllers + 1, "cpu,", 4) == 0;
+        if (!version_2 && !is_cpu) continue;
+        double quota = smallest_quota(version_2 ? "/sys/fs/cgroup" : "/sys/fs/cgroup/cpu", group, version_2);
+        if (quota > 0 && (smallest == 0 || quota < smallest)) smallest = quota;
+    }
+    if (file != NULL) fclose(file);
+    return smallest <= 0 || smallest > 1e6 ? 0 : smallest < 1 ? 1 : (int32_t)smallest;
 }
 
 /* A machine may have more CPUs than the fixed cpu_set_t holds, so the set grows until the kernel is content. */
@@ -87,7 +120,8 @@ int32_t os_cpu_count(void) {
 }
 
 const char *os_file_map_open(const char *path, os_file_map *map) {
-    int file = open(path, O_RDONLY | O_CLOEXEC);
+    /* Without O_NONBLOCK, opening a pipe would wait for a writer. */
+    int file = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (file < 0) return strerror(errno);
     struct stat info;
     const char *problem = NULL;

@@ -6,7 +6,6 @@
  */
 #include "internal.h"
 
-#include <limits.h>
 #include <stdlib.h>
 
 #define SPINS 4000 /* some tens of microseconds: longer than the gap between the stages of one forward */

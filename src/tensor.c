@@ -4,7 +4,6 @@
 #include "elements.h"
 
 #include <stdio.h>
-#include <stdlib.h>
 
 size_t rapt_dtype_size(rapt_dtype dtype) {
     switch (dtype) {
@@ -68,13 +67,14 @@ rapt_tensor rapt_tensor_of(void *data, rapt_dtype dtype, int32_t ndim, const int
 
 int64_t rapt_tensor_count(const rapt_tensor *tensor) {
     if (tensor == NULL || tensor->ndim < 0 || tensor->ndim > RAPT_MAX_DIMS) return -1;
-    bool overflow = false;
+    bool overflow = false, is_empty = false;
     int64_t count = 1;
     for (int32_t d = 0; d < tensor->ndim; d++) {
-        if (tensor->shape[d] == 0) return 0;
+        if (tensor->shape[d] < 0) return -1;
+        is_empty |= tensor->shape[d] == 0;
         overflow |= __builtin_mul_overflow(count, tensor->shape[d], &count);
     }
-    return overflow || count < 0 ? -1 : count;
+    return is_empty ? 0 : overflow ? -1 : count;
 }
 
 bool rapt_tensor_is_contiguous(const rapt_tensor *tensor) {

@@ -77,6 +77,8 @@ static void random_band(test_random *random, attention_case *c) {
     o->limit_right = random_chance(random, 0.25);
     o->left = random_chance(random, 0.05) ? INT64_MAX : random_between(random, -3, c->s);
     o->right = random_chance(random, 0.05) ? INT64_MAX : random_between(random, -3, c->s);
+    if (!o->limit_left) o->left = 0;
+    if (!o->limit_right) o->right = 0;
     int64_t kind = random_between(random, 0, 5);
     if (kind == 0) o->align_bottom_right = true;
     if (kind == 1) o->offset = random_chance(random, 0.05) ? INT64_MIN : random_between(random, -c->l, c->s + 2);
@@ -90,6 +92,7 @@ static void random_band(test_random *random, attention_case *c) {
     }
     o->set_scale = random_chance(random, 0.2);
     o->scale = random_chance(random, 0.2) ? 0 : 2 * random_unit(random) - 1;
+    if (!o->set_scale) o->scale = 0;
 }
 
 /* Whole keys of NaN or infinity: rows that see them are NaN, no other row may notice. */
@@ -165,6 +168,7 @@ attention_result run_attention_case(rapt_context *context, const attention_case 
     options.key_start = c->key_start;
     options.key_lengths = c->key_lengths;
     options.lse = &result.lse;
+    options.per_head_weights &= with_weights;
     if (with_weights) {
         bool per_head_weights = options.per_head_weights;
         result.weights = make_tensor(c->dtype, per_head_weights ? 4 : 3, per_head_weights ? per_head : averaged);

@@ -160,6 +160,44 @@ static void test_lowest_finite_mask_is_a_number(void **state) {
     free_small(&p);
 }
 
+/* The highest finite number is a number too: it wins. Only infinity has no answer. */
+static void test_highest_finite_mask_wins(void **state) {
+    (void)state;
+    static const rapt_dtype dtypes[] = {RAPT_F32, RAPT_F32, RAPT_F64};
+    static const double values[] = {3.4028234663852886e38, 2.5e38, 1e300};
+    for (int i = 0; i < 3; i++) {
+        small_problem p = make_small(1, 4, 3);
+        rapt_tensor mask = make_tensor(dtypes[i], 2, (int64_t[]){1, 4});
+        set_element(&mask, 2, values[i]);
+        p.options.attn_mask = &mask;
+        run_small(&p);
+        for (int64_t j = 0; j < 4; j++) assert_true(get_element(&p.weights, j) == (j == 2 ? 1 : 0));
+        set_element(&mask, 2, INFINITY);
+        run_small(&p);
+        assert_true(isnan(get_element(&p.out, 0)));
+        free_tensor(&mask);
+        free_small(&p);
+    }
+}
+
+/* Values that overflow in one cut of keys must not spoil a row to which that cut adds nothing. */
+static void test_huge_values_that_weigh_nothing(void **state) {
+    (void)state;
+    for (int order = 0; order < 2; order++) { /* the key that counts comes last, or first */
+        small_problem p = make_small(1, 600, 1);
+        int64_t counts = order == 0 ? 599 : 0;
+        fill_value(&p.q, 1);
+        fill_value(&p.k, 0);
+        fill_value(&p.v, 3e38);
+        set_element(&p.k, counts, 200);
+        set_element(&p.v, counts, 1);
+        for (int64_t j = 1; j < 80; j++) set_element(&p.v, order == 0 ? 599 - j : j, 1); /* its own cut stays finite */
+        run_small(&p);
+        assert_true(get_element(&p.out, 0) == 1);
+        free_small(&p);
+    }
+}
+
 static void test_weights_of_a_row_sum_to_one(void **state) {
     (void)state;
     small_problem p = make_small(3, 700, 16);
@@ -200,6 +238,8 @@ int main(void) {
         cmocka_unit_test(test_f16),
         cmocka_unit_test(test_row_that_sees_nothing),
         cmocka_unit_test(test_lowest_finite_mask_is_a_number),
+        cmocka_unit_test(test_highest_finite_mask_wins),
+        cmocka_unit_test(test_huge_values_that_weigh_nothing),
         cmocka_unit_test(test_weights_of_a_row_sum_to_one),
         cmocka_unit_test(test_exponential),
     };

@@ -287,9 +287,9 @@ static void test_layer_shapes(void **state) {
     LAYER(OK, "", s.key.stride[1] = s.value.stride[2] = 0);
     TOKEN(ERROR_SHAPE, "tokens has shape [2] with 1 dimensions, expected 2: [N, E]", s.query.ndim = 1);
     TOKEN(ERROR_SHAPE, "out has shape [2] with 1 dimensions, expected 2: [N, E]", s.out.ndim = 1);
-    TOKEN(ERROR_SHAPE, "with last size 7, expected embed_dim 8", s.query.shape[1] = 7);
+    TOKEN(ERROR_SHAPE, "tokens has last size 7, expected embed_dim 8", s.query.shape[1] = 7);
     TOKEN(ERROR_SHAPE, "expected query's shape", s.out.shape[0] = 1);
-    TOKEN(ERROR_DTYPE, "is bf16, expected f32 as the layer", s.query.dtype = RAPT_BF16);
+    TOKEN(ERROR_DTYPE, "tokens is bf16, expected f32 as the layer", s.query.dtype = RAPT_BF16);
     TOKEN(ERROR_STATE, "embed_dim 8, kdim 6 and vdim 5", s.layer = layer);
     TOKEN(ERROR_LAYOUT, "out (at ", s.out.data = s.query.data);
     TOKEN(OK, "", s.query.shape[0] = s.out.shape[0] = 0);
@@ -368,7 +368,12 @@ static void test_options(void **state) {
     OPERATOR(ERROR_ARGUMENT, "options.scale is inf", s.options.set_scale = true, s.options.scale = INFINITY);
     LAYER(ERROR_ARGUMENT, "options.scale is -inf", s.options.set_scale = true, s.options.scale = -INFINITY);
     OPERATOR(OK, "", s.options.set_scale = true, s.options.scale = 0);
-    OPERATOR(OK, "", s.options.scale = NAN); /* not set, so not looked at */
+    OPERATOR(ERROR_ARGUMENT, "options.scale is 2, but set_scale is false", s.options.scale = 2);
+    OPERATOR(ERROR_ARGUMENT, "options.scale is nan, but set_scale is false", s.options.scale = NAN);
+    OPERATOR(ERROR_ARGUMENT, "options.left is 3, but limit_left is false", s.options.left = 3);
+    LAYER(ERROR_ARGUMENT, "options.right is -1, but limit_right is false", s.options.right = -1);
+    OPERATOR(ERROR_ARGUMENT, "options.per_head_weights is true, but weights is NULL",
+             s.options.per_head_weights = true);
     OPERATOR(ERROR_ARGUMENT, "options.dropout is -0.1, expected a number in [0, 1]", s.options.dropout = -0.1);
     OPERATOR(ERROR_ARGUMENT, "options.dropout is 1.5, expected a number in [0, 1]", s.options.dropout = 1.5);
     OPERATOR(ERROR_ARGUMENT, "options.dropout is nan", s.options.dropout = NAN);
@@ -441,7 +446,7 @@ static void test_layer_modes(void **state) {
     assert_ok(context, rapt_mha_create(context, &config, &dropping));
 #define DROPPING(status, ...) LAYER(status, __VA_ARGS__, s.layer = dropping, s.k = s.v = &s.query)
     const char *advice =
-        "dropout 0.5 is not drawn in Rapt 0.1.0: call rapt_mha_eval, or set options.mode to RAPT_MODE_EVAL";
+        "dropout 0.5 is not drawn in Rapt 0.1.0: call rapt_mha_eval (or, in a call with options, set their mode";
     DROPPING(ERROR_UNSUPPORTED, advice, s.index = 0);
     DROPPING(OK, "", s.options.mode = RAPT_MODE_EVAL);
     rapt_mha_eval(dropping);

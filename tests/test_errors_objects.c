@@ -36,7 +36,9 @@ static void test_config(void **state) {
     CONFIG(ERROR_ARGUMENT, "scale is nan, expected a finite number", c->set_scale = true, c->scale = NAN);
     CONFIG(ERROR_ARGUMENT, "scale is -inf, expected a finite number", c->set_scale = true, c->scale = -INFINITY);
     CONFIG(OK, "", c->set_scale = true, c->scale = 0);
-    CONFIG(OK, "", c->scale = NAN);
+    CONFIG(ERROR_ARGUMENT, "scale is 2, but set_scale is false", c->scale = 2);
+    CONFIG(ERROR_ARGUMENT, "scale is nan, but set_scale is false", c->scale = NAN);
+    CONFIG(OK, "", c->scale = 1 / sqrt((double)(c->embed_dim / c->num_heads))); /* as rapt_mha_settings says it */
     CONFIG(ERROR_DTYPE, "dtype is bool (5), expected f32, f64, bf16 or f16", c->dtype = RAPT_BOOL);
     CONFIG(ERROR_DTYPE, "dtype is unknown (0), expected f32", c->dtype = (rapt_dtype)0);
     CONFIG(ERROR_DEVICE, "device cuda (1) has no backend in this build", c->device = RAPT_DEVICE_CUDA);

@@ -18,8 +18,8 @@
  *     padding, or the CPU (any with fused multiply-add). RAPT_NUMERICS_VERSION changes if these bits ever do.
  *   - Nothing is NaN that need not be. A query that may attend to nothing gets zeros; NaN or infinity behind a mask
  *     reaches no result.
- *   - A failed call changes nothing, prints nothing, and leaves a message that names the argument, its value and what
- *     was expected. No call aborts.
+ *   - A failed call changes nothing, prints nothing, and leaves a message in its context that names the argument, its
+ *     value and what was expected. No call aborts.
  *
  * Sizes are named as in PyTorch's manual: N batch, L queries, S keys, E embed_dim, H query heads, Hk key/value heads,
  * D head_dim, Dv the value's head_dim.
@@ -114,8 +114,8 @@ RAPT_API const char *rapt_status_text(rapt_status status); /* "a tensor has the 
  * 3. CONTEXTS
  *
  * A context owns threads, scratch memory and the last error's text. One thread uses a context at a time (a second one
- * that tries gets RAPT_ERROR_STATE); a program with many threads gives each its own, and they share layers freely.
- * After a call, another with sizes no larger allocates nothing.
+ * that tries gets RAPT_ERROR_STATE and no message); a program with many threads gives each its own, and they share
+ * layers freely. After a call, another of the same kind with sizes no larger allocates nothing.
  */
 typedef struct rapt_context rapt_context;
 typedef struct rapt_pool rapt_pool;
@@ -175,7 +175,8 @@ static inline rapt_context_config rapt_context_config_default(void) {
 RAPT_API rapt_status rapt_context_create(const rapt_context_config *config, rapt_context **context);
 RAPT_API void rapt_context_destroy(rapt_context *context); /* NULL is fine, as for every destroy */
 
-/* The message of the last call that failed with this context, "" before that. Valid until the next call with it. */
+/* The message of the last call that failed with this context, "" before that. Valid until the next call with it. Calls
+ * without a context (or with NULL) leave none: their status says it all. */
 RAPT_API const char *rapt_error_message(const rapt_context *context);
 
 RAPT_API int32_t rapt_context_num_threads(const rapt_context *context);
@@ -254,17 +255,19 @@ RAPT_API rapt_status rapt_tensor_copy(rapt_context *context, const rapt_tensor *
  *
  *     masks    attn_mask: RAPT_BOOL, where true means "may NOT attend" (PyTorch's layer says the same, its
  *              scaled_dot_product_attention the opposite), or any floating-point type, added to the scores; -inf masks,
- *              every finite value is a number. [L,S], [N*H,L,S] (index n*H+h), or [N,H,L,S], where N, H and L may also
+ *              every finite value is a number (in f32 those beyond 2.3e38 count as equal). [L,S], [N*H,L,S] (index n*H+h), or [N,H,L,S], where N, H and L may also
  *              be 1 to broadcast. Through the layer, unbatched: [L,S] or [H,L,S].
  *              key_padding_mask: the same two kinds, [N,S] or [S] for all sequences.
  *     band     query i stands at position p = i + offset and sees keys p - left <= j <= p + right. A side is open
- *              unless limited: limit_left with left, limit_right with right; causal is short for right = 0.
+ *              unless limited: limit_left with left, limit_right with right (either may be negative); causal is short
+ *              for right = 0.
  *              The offset is 0 (PyTorch's causal, the default), S - L (align_bottom_right, FlashAttention's), the
  *              caller's (offset), or the caller's for each sequence (offsets).
  *     lengths  key_start[n] is the first real key of sequence n (left padding), key_lengths[n] how many real keys there
  *              are from there on (right padding).
  *
- * A query that sees no key: out 0, weights 0, log-sum-exp -inf.
+ * A query that sees no key: out 0, weights 0, log-sum-exp -inf. One that sees a single key: out is its value and the
+ * weight 1, whatever the score.
  */
 typedef enum rapt_mode {
     RAPT_MODE_DEFAULT = 0, /* a layer's own mode; training for the functional form, as in PyTorch */
@@ -294,7 +297,7 @@ typedef struct rapt_options {
     double dropout; /* the operator only (a layer has its own); in [0, 1] */
 
     /* what else to return; S' is S plus a layer's extra keys (bias_kv first, then zero_attn) */
-    bool per_head_weights;      /* weights for each head, not their average */
+    bool per_head_weights;      /* weights for each head, not their average; both in the query's dtype */
     const rapt_tensor *weights; /* [N,L,S'], with per_head_weights [N,H,L,S']; no N when the query has none */
     const rapt_tensor *lse; /* log-sum-exp of the scores [N,H,L] in f32, f64 for f64; no N when the query has none */
 
@@ -401,7 +404,7 @@ static inline rapt_mha_weights rapt_mha_weights_default(int64_t num_heads) {
 
 typedef enum rapt_ownership {
     RAPT_COPY = 0,   /* the layer keeps a copy */
-    RAPT_BORROW = 1, /* the layer's parameters are the caller's memory, which must outlive it */
+    RAPT_BORROW = 1, /* its parameters are the caller's memory, which must outlive it; commit after writing it */
 } rapt_ownership;
 
 RAPT_API rapt_status rapt_mha_create_from_weights(rapt_context *context, const rapt_mha_weights *weights,
@@ -409,7 +412,8 @@ RAPT_API rapt_status rapt_mha_create_from_weights(rapt_context *context, const r
 
 /* The forward. query [N,L,E] with batch_first, else [L,N,E], or [L,E]; key [..,S,kdim] and value [..,S,vdim] alike; out
  * has the query's shape. One tensor for all three is self-attention and costs one projection. options may be NULL.
- * Causal needs L == S unless the options say how to align (offset, offsets, align_bottom_right).
+ * Causal needs L == S unless the options say how to align: align_bottom_right, offset, offsets, or limit_right with
+ * right = 0 for top-left. Weights and log-sum-exp come back as from the operator.
  * A layer is not changed by it: many threads, each with its own context, may share one. */
 RAPT_API rapt_status rapt_mha_forward(rapt_context *context, const rapt_mha *layer, const rapt_tensor *query,
                                       const rapt_tensor *key, const rapt_tensor *value, const rapt_options *options,
@@ -427,12 +431,12 @@ RAPT_API rapt_status rapt_mha_functional(rapt_context *context, const rapt_mha_w
                                          const rapt_options *options, const rapt_tensor *out);
 
 /* Parameters. The names are those of PyTorch's state dict: in_proj_weight or {q,k,v}_proj_weight, in_proj_bias, bias_k,
- * bias_v, out_proj.weight, out_proj.bias. rapt_mha_find also takes q_proj.weight and its kin for the rows of the fused
- * ones. What a layer lacks is RAPT_ERROR_ABSENT.
+ * bias_v, out_proj.weight, out_proj.bias; biases that came apart are q_proj.bias and so on. rapt_mha_find also takes
+ * q_proj.weight (or q_proj_weight) and its kin for the rows of the fused ones. What a layer lacks is RAPT_ERROR_ABSENT.
  *
- * The views may be written through. A forward reads packed copies, so writing ends with rapt_mha_commit, which packs the
- * weights anew and raises the layer's version; no forward may run meanwhile. (The reference backend reads the parameters
- * themselves.) */
+ * The views may be written through, and so may borrowed weights. A forward reads packed copies, so writing ends with
+ * rapt_mha_commit, which packs the weights anew and raises the layer's version; no forward may run meanwhile. (The
+ * reference backend reads the parameters themselves.) */
 RAPT_API int64_t rapt_mha_num_parameters(const rapt_mha *layer); /* scalars in all */
 RAPT_API int32_t rapt_mha_num_tensors(const rapt_mha *layer);    /* parameters that have a name */
 RAPT_API rapt_status rapt_mha_tensor_at(rapt_context *context, const rapt_mha *layer, int32_t index, const char **name,

@@ -33,8 +33,8 @@ void rapt_visible_keys(const attn_problem *p, int64_t n, int64_t i, int64_t *low
 
 static bool is_masked(const attn_mask *mask, int64_t offset) {
     if (mask->data == NULL) return false;
-    double value = rapt_load(mask->data, mask->dtype, offset);
-    return mask->dtype == RAPT_BOOL ? value != 0 : value == -HUGE_VAL;
+    if (mask->dtype == RAPT_BOOL) return ((const uint8_t *)mask->data)[offset] != 0;
+    return rapt_load(mask->data, mask->dtype, offset) == -HUGE_VAL;
 }
 
 static bool is_padding(const attn_problem *p, int64_t n, int64_t j) {
@@ -171,17 +171,25 @@ typedef struct attn_job {
     void *average;
 } attn_job;
 
-static void find_unit(const attn_job *job, int64_t index, attn_unit *unit) {
+/* `previous` is the unit before, whose sequence it may share, or NULL: padding is searched once for each sequence. */
+static void find_unit(const attn_job *job, int64_t index, const attn_unit *previous, attn_unit *unit) {
     const attn_problem *p = job->problem;
     unit->n = index / p->kv_heads;
     unit->kv_head = index % p->kv_heads;
-    int64_t low, high, unused;
+    if (previous != NULL && previous->n == unit->n) {
+        unit->first_key = previous->first_key;
+        unit->end = previous->end;
+        unit->first_cut = previous->first_cut;
+        unit->cuts = previous->cuts;
+        return;
+    }
     int64_t begin = p->key_start != NULL ? p->key_start[unit->n] : 0;
     int64_t end = p->key_lengths != NULL ? begin + p->key_lengths[unit->n] : p->keys;
     while (begin < end && is_padding(p, unit->n, begin)) begin++;
     while (end > begin && is_padding(p, unit->n, end - 1)) end--;
     unit->first_key = begin;
     unit->end = end;
+    int64_t low, high, unused;
     rapt_visible_keys(p, unit->n, 0, &low, &unused); /* both ends of the band grow with the query */
     rapt_visible_keys(p, unit->n, p->queries - 1, &unused, &high);
     if (low < begin) low = begin;
@@ -379,7 +387,9 @@ static void run_weights(void *arg, int64_t item, int32_t lane) {
 static void run_wave(rapt_context *context, attn_job *job, int64_t first_unit) {
     const attn_problem *p = job->problem;
     const attn_plan *plan = &job->plan;
-    for (int64_t u = 0; u < job->unit_count; u++) find_unit(job, first_unit + u, &job->units[u]);
+    for (int64_t u = 0; u < job->unit_count; u++) {
+        find_unit(job, first_unit + u, u > 0 ? &job->units[u - 1] : NULL, &job->units[u]);
+    }
 
     int64_t slots = plan->max_cuts + (p->extra_keys > 0), tiles = job->unit_count * plan->tiles_per_unit;
     double unit_keys = (double)p->keys * (double)(p->dim + p->value_dim);
@@ -425,7 +435,6 @@ static void attn_forward(rapt_context *context, const attn_problem *p, void *scr
 }
 
 const rapt_backend_table rapt_backend_cpu = {
-    .name = "cpu",
     .reads_packed_weights = true,
     .attn_scratch = attn_scratch,
     .attn_forward = attn_forward,

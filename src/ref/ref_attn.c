@@ -111,7 +111,6 @@ static void attn_forward(rapt_context *context, const attn_problem *p, void *scr
 }
 
 const rapt_backend_table rapt_backend_reference = {
-    .name = "reference",
     .reads_packed_weights = false,
     .attn_scratch = attn_scratch,
     .attn_forward = attn_forward,

@@ -46,7 +46,14 @@ INLINE bool tile_columns(const attn_rows *rows, const attn_keys *keys, int64_t *
     return true;
 }
 
-/* Adds a mask to bias[begin, end): -inf masks for good, every finite value stays a number however low. */
+/* A sum or product of finite numbers stays one, however large; what was infinite stays infinite. */
+INLINE real keep_finite(real result, bool was_finite) {
+    real clamped = result < LOWEST ? LOWEST : result > -LOWEST ? -LOWEST : result;
+    return was_finite ? clamped : result;
+}
+INLINE bool is_finite(real x) { return x - x == 0; }
+
+/* Adds a mask to bias[begin, end): -inf masks for good, every finite value stays a number however large. */
 INLINE void add_mask(real *bias, const attn_mask *mask, int64_t offset, int64_t begin, int64_t end) {
     int64_t stride = mask->stride[3];
     offset += begin * stride;
@@ -59,11 +66,10 @@ INLINE void add_mask(real *bias, const attn_mask *mask, int64_t offset, int64_t 
     }
     for (int64_t c = begin; c < end; c++) {
         double wide = rapt_element_load(mask->data, mask->dtype, offset + (c - begin) * stride);
-        real value = (real)wide;
-        if (value < LOWEST && wide > -HUGE_VAL) value = LOWEST; /* an f64 mask in an f32 problem */
-        real both = bias[c] + value;
+        real value = keep_finite((real)wide, wide - wide == 0); /* an f64 mask in an f32 problem */
         bool masked = value < LOWEST || bias[c] < LOWEST;
-        bias[c] = masked ? (real)-INFINITY : both < LOWEST ? LOWEST : both;
+        real both = keep_finite(bias[c] + value, is_finite(value) && is_finite(bias[c]));
+        bias[c] = masked ? (real)-INFINITY : both;
     }
 }
 
@@ -84,10 +90,8 @@ static bool bias_row(const attn_rows *rows, const attn_keys *keys, int64_t r, in
     }
     bool sees_a_key = false;
     for (int64_t c = begin; c < end; c++) {
-        bool masked = bias[c] < LOWEST;
-        real value = bias[c] * LOG2_E;
-        bias[c] = masked ? (real)-INFINITY : value < LOWEST ? LOWEST : value;
-        sees_a_key |= !masked;
+        sees_a_key |= !(bias[c] < LOWEST);
+        bias[c] = keep_finite(bias[c] * LOG2_E, is_finite(bias[c]));
     }
     return sees_a_key;
 }
@@ -104,7 +108,8 @@ INLINE bool mask_row(const attn_rows *rows, const attn_keys *keys, int64_t r, in
         sees_a_key = bias_row(rows, keys, r, low, high, bias);
         for (int64_t c = low; c < high; c++) {
             real sum = t[c] + bias[c];
-            t[c] = bias[c] < LOWEST ? (real)-INFINITY : sum < LOWEST ? LOWEST : sum;
+            sum = sum < LOWEST ? LOWEST : keep_finite(sum, is_finite(t[c]) && is_finite(bias[c]));
+            t[c] = bias[c] < LOWEST ? (real)-INFINITY : sum;
         }
     }
     for (int64_t c = begin; c < low; c++) t[c] = (real)-INFINITY;
@@ -132,12 +137,17 @@ static void select_product(int64_t rows, int64_t inner, const real *weights, con
                            int64_t out_stride) {
     for (int64_t r = 0; r < rows; r++) {
         for (int64_t d = 0; d < width; d += LANES) {
-            vec sum = v_zero();
-            for (int64_t c = 0; c < inner; c++) {
-                real weight = weights[r * CUT + c];
-                if (!signbit(weight)) sum = v_fma(v_all(weight), v_load(v + c * width + d), sum);
+            vec total = v_zero();
+            for (int64_t c = 0; c < inner;) {
+                vec sum = v_zero();
+                int64_t first = c, end = inner - c < CHAIN ? inner : c + CHAIN;
+                for (; c < end; c++) {
+                    real weight = weights[r * CUT + c];
+                    if (!signbit(weight)) sum = v_fma(v_all(weight), v_load(v + c * width + d), sum);
+                }
+                total = first == 0 ? sum : v_add(total, sum);
             }
-            v_store(out + r * out_stride + d, sum);
+            v_store(out + r * out_stride + d, total);
         }
     }
 }
@@ -165,15 +175,19 @@ static bool attn_cut(const attn_rows *rows, const attn_keys *keys, const void *q
         ((real *)partial->reference)[r] = softmax_row(t, begin, end, largest, mark, sum);
     }
 
-    int64_t inner = (end < keys->keys ? end : keys->keys) - begin;
+    /* Chains are counted from the cut's first key, so the product begins at a chain's; the weights before `begin` are 0. */
+    int64_t first = begin / CHAIN * CHAIN, inner = (end < keys->keys ? end : keys->keys) - first;
+    for (int64_t r = 0; r < rows->count && first < begin; r++) {
+        for (int64_t c = first; c < begin; c++) scores[r * CUT + c] = (real)-0.0;
+    }
     for (int64_t d = 0; d < partial->out_stride; d += PANEL) {
         int64_t width = partial->out_stride - d < PANEL ? partial->out_stride - d : PANEL;
-        const real *v = (const real *)keys->v + d * keys->capacity + begin * width;
+        const real *v = (const real *)keys->v + d * keys->capacity + first * width;
         real *out = (real *)partial->out + d;
         if (mark_masked) {
-            select_product(rows->count, inner, scores + begin, v, width, out, partial->out_stride);
+            select_product(rows->count, inner, scores + first, v, width, out, partial->out_stride);
         } else {
-            product(rows->count, inner, scores + begin, CUT, v, width, width, out, partial->out_stride);
+            product(rows->count, inner, scores + first, CUT, v, width, width, out, partial->out_stride);
         }
     }
     return true;
@@ -189,6 +203,12 @@ static void attn_begin(int64_t rows, attn_partial *total) {
     memset(total->out, 0, (size_t)(rows * total->out_stride) * sizeof(real));
 }
 
+/* x * factor, where infinity times 0 is 0: huge values may overflow in a cut that turns out to weigh nothing. */
+INLINE vec v_times_or_zero(vec x, real factor) {
+    if (factor == 0) x = v_max_or_second(v_all(LOWEST), v_sub(v_zero(), v_max_or_second(v_all(LOWEST), x)));
+    return v_mul(x, v_all(factor));
+}
+
 static void attn_merge(int64_t rows, attn_partial *total, const attn_partial *partial) {
     for (int64_t r = 0; r < rows; r++) {
         real *reference = (real *)total->reference + r, *sum = (real *)total->sum + r;
@@ -201,8 +221,8 @@ static void attn_merge(int64_t rows, attn_partial *total, const attn_partial *pa
         real *out = (real *)total->out + r * total->out_stride;
         const real *added = (const real *)partial->out + r * partial->out_stride;
         for (int64_t d = 0; d < total->out_stride; d += LANES) {
-            vec scaled = v_mul(v_load(out + d), v_all(shrink));
-            v_store(out + d, v_add(scaled, v_mul(v_load(added + d), v_all(shrink_added))));
+            vec scaled = v_times_or_zero(v_load(out + d), shrink);
+            v_store(out + d, v_add(scaled, v_times_or_zero(v_load(added + d), shrink_added)));
         }
     }
 }

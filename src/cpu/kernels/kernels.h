@@ -8,9 +8,10 @@
 
 #include "../../internal.h"
 
-/* The sizes that results depend on. Changing CUT changes bits, and so the numerics version. */
+/* The sizes that results depend on. Changing one changes bits, and so the numerics version. */
 enum {
-    CUT = 256,    /* terms after which a sum starts anew */
+    CUT = 256,    /* keys of one softmax in progress */
+    CHAIN = 64,   /* terms of a product after which its sum starts anew, which keeps the error low */
     PANEL = 64,   /* columns (keys, outputs) of a packed panel */
     COLUMNS = 16, /* widths are rounded up to this; also the partial sums of a row */
 };

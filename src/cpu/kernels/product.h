@@ -2,9 +2,9 @@
  *
  *     A [rows, inner], rows apart by lda     B [inner, columns], rows apart by ldb     C [rows, columns]
  *
- * Columns are a multiple of COLUMNS. Each element of C is a chain of fused multiply-adds over the inner dimension in
- * ascending order, begun at zero and cut every CUT; the cuts are added in order. Neither the number of rows nor
- * the width of a vector enters, so one row or a thousand, on any ISA, get the same bits.
+ * Columns are a multiple of COLUMNS. Each element of C is summed over the inner dimension in ascending order: chains of
+ * CHAIN fused multiply-adds, each begun at zero, are added up in order. Neither the number of rows nor the width of a
+ * vector enters, so one row or a thousand, on any ISA, get the same bits.
  */
 #ifndef RAPT_CPU_KERNELS_PRODUCT_H
 #define RAPT_CPU_KERNELS_PRODUCT_H
@@ -12,73 +12,68 @@
 #include "kernels.h"
 #include "vec.h"
 
-/* One register tile over one cut. R and V are constants at every call, so the loops over them unroll and `sum` lives in
- * registers. */
+/* One register tile. R and V are constants at every call, so the loops over them unroll and `sum` lives in registers;
+ * finished chains are added up in C. */
 INLINE void micro_tile(const int R, const int V, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
-                       real *c, int64_t ldc, int add_to_c) {
-    vec sum[MICRO_ROWS][MICRO_VECTORS];
-    UNROLL for (int r = 0; r < R; r++) { UNROLL for (int v = 0; v < V; v++) sum[r][v] = v_zero(); }
-    for (int64_t k = 0; k < inner; k++) {
-        vec column[MICRO_VECTORS];
-        UNROLL for (int v = 0; v < V; v++) column[v] = v_load(b + k * ldb + v * LANES);
+                       real *c, int64_t ldc) {
+    int64_t k = 0;
+    do { /* at least once: an empty inner dimension gives zeros */
+        vec sum[MICRO_ROWS][MICRO_VECTORS];
+        UNROLL for (int r = 0; r < R; r++) { UNROLL for (int v = 0; v < V; v++) sum[r][v] = v_zero(); }
+        bool is_first = k == 0;
+        int64_t end = inner - k < CHAIN ? inner : k + CHAIN;
+        for (; k < end; k++) {
+            vec column[MICRO_VECTORS];
+            UNROLL for (int v = 0; v < V; v++) column[v] = v_load(b + k * ldb + v * LANES);
+            UNROLL for (int r = 0; r < R; r++) {
+                vec x = v_all(a[r * lda + k]);
+                UNROLL for (int v = 0; v < V; v++) sum[r][v] = v_fma(x, column[v], sum[r][v]);
+            }
+        }
         UNROLL for (int r = 0; r < R; r++) {
-            vec x = v_all(a[r * lda + k]);
-            UNROLL for (int v = 0; v < V; v++) sum[r][v] = v_fma(x, column[v], sum[r][v]);
+            UNROLL for (int v = 0; v < V; v++) {
+                real *at = c + r * ldc + v * LANES;
+                v_store(at, is_first ? sum[r][v] : v_add(v_load(at), sum[r][v]));
+            }
         }
-    }
-    UNROLL for (int r = 0; r < R; r++) {
-        UNROLL for (int v = 0; v < V; v++) {
-            real *at = c + r * ldc + v * LANES;
-            v_store(at, add_to_c ? v_add(v_load(at), sum[r][v]) : sum[r][v]);
-        }
-    }
+    } while (k < inner);
 }
 
 /* All row counts for a constant number of vectors. */
 INLINE void micro_rows(const int V, int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
-                       real *c, int64_t ldc, int add_to_c) {
+                       real *c, int64_t ldc) {
     int64_t r = 0;
     for (; r + MICRO_ROWS <= rows; r += MICRO_ROWS) {
-        micro_tile(MICRO_ROWS, V, inner, a + r * lda, lda, b, ldb, c + r * ldc, ldc, add_to_c);
+        micro_tile(MICRO_ROWS, V, inner, a + r * lda, lda, b, ldb, c + r * ldc, ldc);
     }
     a += r * lda;
     c += r * ldc;
     switch (rows - r) {
 #if MICRO_ROWS > 4
-    case 5: micro_tile(5, V, inner, a, lda, b, ldb, c, ldc, add_to_c); break;
-    case 4: micro_tile(4, V, inner, a, lda, b, ldb, c, ldc, add_to_c); break;
+    case 5: micro_tile(5, V, inner, a, lda, b, ldb, c, ldc); break;
+    case 4: micro_tile(4, V, inner, a, lda, b, ldb, c, ldc); break;
 #endif
-    case 3: micro_tile(3, V, inner, a, lda, b, ldb, c, ldc, add_to_c); break;
-    case 2: micro_tile(2, V, inner, a, lda, b, ldb, c, ldc, add_to_c); break;
-    case 1: micro_tile(1, V, inner, a, lda, b, ldb, c, ldc, add_to_c); break;
+    case 3: micro_tile(3, V, inner, a, lda, b, ldb, c, ldc); break;
+    case 2: micro_tile(2, V, inner, a, lda, b, ldb, c, ldc); break;
+    case 1: micro_tile(1, V, inner, a, lda, b, ldb, c, ldc); break;
     default: break;
     }
 }
 
-static void product_cut(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
-                        int64_t columns, real *c, int64_t ldc, int add_to_c) {
+static void product(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
+                    int64_t columns, real *c, int64_t ldc) {
     int64_t j = 0;
     for (; j + MICRO_VECTORS * LANES <= columns; j += MICRO_VECTORS * LANES) {
-        micro_rows(MICRO_VECTORS, rows, inner, a, lda, b + j, ldb, c + j, ldc, add_to_c);
+        micro_rows(MICRO_VECTORS, rows, inner, a, lda, b + j, ldb, c + j, ldc);
     }
     /* What is left is a multiple of COLUMNS, so only wide vectors get here. */
 #if LANES == 16
-    if (columns - j == 3 * LANES) micro_rows(3, rows, inner, a, lda, b + j, ldb, c + j, ldc, add_to_c);
-    if (columns - j == 1 * LANES) micro_rows(1, rows, inner, a, lda, b + j, ldb, c + j, ldc, add_to_c);
+    if (columns - j == 3 * LANES) micro_rows(3, rows, inner, a, lda, b + j, ldb, c + j, ldc);
+    if (columns - j == 1 * LANES) micro_rows(1, rows, inner, a, lda, b + j, ldb, c + j, ldc);
 #endif
 #if LANES >= 8
-    if (columns - j == 2 * LANES) micro_rows(2, rows, inner, a, lda, b + j, ldb, c + j, ldc, add_to_c);
+    if (columns - j == 2 * LANES) micro_rows(2, rows, inner, a, lda, b + j, ldb, c + j, ldc);
 #endif
-}
-
-static void product(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
-                    int64_t columns, real *c, int64_t ldc) {
-    int64_t k = 0;
-    do { /* at least once: an empty inner dimension gives zeros */
-        int64_t length = inner - k < CUT ? inner - k : CUT;
-        product_cut(rows, length, a + k, lda, b + k * ldb, ldb, columns, c, ldc, k > 0);
-        k += CUT;
-    } while (k < inner);
 }
 
 #endif
