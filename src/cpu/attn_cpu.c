@@ -2,7 +2,8 @@
  *
  * A unit is one (sequence, key/value head). Units are taken in waves that fit a memory budget; in each wave
  *
- *     1. keys and values are packed, one item a (unit, cut of 256 keys);
+ *     1. keys and values are packed, one item a (unit, cut of 256 keys); a unit of a single tile skips this, and
+ *        the tile packs each cut into its lane's scratch right before using it;
  *     2. tiles of rows (queries of the unit's group of heads) run over the unit's cuts and merge them in order; where
  *        tiles are fewer than lanes, (tile, cut) are computed apart and merged in the same order afterwards;
  *     3. if weights are asked for, rows are scored again with the finished sums, heads ascending.
@@ -64,13 +65,14 @@ typedef struct attn_plan {
     int64_t max_cuts;     /* of a unit, without the extra keys */
     int64_t cut_capacity; /* keys that a cut has room for */
     int64_t wave_units;
-    bool split;                                /* spread the cuts of a tile over lanes */
-    size_t real;                               /* bytes of one */
-    size_t cut_bytes, extra_bytes, unit_bytes; /* packed keys and values */
-    size_t lane_bytes, weights_bytes;          /* scratch of a lane */
-    size_t partial_bytes, partials_bytes;      /* one (tile, cut) computed apart, and all */
-    size_t stats_bytes, average_bytes;         /* for returned weights */
-    size_t table_bytes;                        /* attn_unit and attn_keys */
+    bool split;                                  /* spread the cuts of a tile over lanes */
+    bool streams;                                /* a tile packs its cuts itself */
+    size_t real;                                 /* bytes of one */
+    size_t cut_bytes, extra_bytes, unit_bytes;   /* packed keys and values */
+    size_t lane_bytes, lane_keys, weights_bytes; /* scratch of a lane */
+    size_t partial_bytes, partials_bytes;        /* one (tile, cut) computed apart, and all */
+    size_t stats_bytes, average_bytes;           /* for returned weights */
+    size_t table_bytes;                          /* attn_unit and attn_keys */
 } attn_plan;
 
 typedef struct attn_unit {
@@ -107,8 +109,9 @@ static attn_plan make_plan(const rapt_context *context, const attn_problem *p) {
     plan.unit_bytes = rapt_size_add(rapt_size_mul(plan.cut_bytes, (size_t)plan.max_cuts), plan.extra_bytes);
 
     size_t budget = rapt_size_mul(WAVE_BYTES_PER_LANE, (size_t)context->lanes);
+    plan.streams = plan.tiles_per_unit == 1;
     plan.wave_units = plan.units;
-    if (rapt_size_mul(plan.unit_bytes, (size_t)plan.units) > budget) {
+    if (!plan.streams && rapt_size_mul(plan.unit_bytes, (size_t)plan.units) > budget) {
         plan.wave_units = plan.unit_bytes > budget ? 1 : (int64_t)(budget / plan.unit_bytes);
     }
     plan.table_bytes = rapt_size_add(sizeof(attn_unit), rapt_size_mul(sizeof(attn_keys), (size_t)plan.max_cuts + 1));
@@ -121,6 +124,9 @@ static attn_plan make_plan(const rapt_context *context, const attn_problem *p) {
     size_t q_and_scores = rapt_size_mul(plan.real, product_of(plan.room_rows + 1, p->dim + CUT));
     plan.partial_bytes = rapt_arena_size(partial_size(&plan));
     plan.lane_bytes = rapt_arena_size(rapt_size_add(q_and_scores, rapt_size_mul(2, plan.partial_bytes)));
+    plan.lane_keys = plan.lane_bytes; /* behind it, room to pack a cut */
+    size_t cut = plan.cut_bytes > plan.extra_bytes ? plan.cut_bytes : plan.extra_bytes;
+    plan.lane_bytes = rapt_size_add(plan.lane_bytes, cut);
     if (p->weights.data != NULL) {
         int64_t columns = p->keys + p->extra_keys;
         plan.weights_bytes = rapt_arena_size(rapt_size_mul(plan.real, product_of(plan.room_rows, columns)));
@@ -202,22 +208,14 @@ static int64_t cuts_with_extra(const attn_job *job, const attn_unit *unit) {
     return unit->cuts + (job->problem->extra_keys > 0);
 }
 
-static void pack_cut(void *arg, int64_t item, int32_t lane) {
-    (void)lane;
-    const attn_job *job = arg;
+/* Packs one cut of a unit (the last one is the extra keys) into memory. */
+static void pack_keys(const attn_job *job, const attn_unit *unit, int64_t cut, char *packed, attn_keys *keys) {
     const attn_problem *p = job->problem;
     const attn_plan *plan = &job->plan;
-    int64_t slots = plan->max_cuts + (p->extra_keys > 0);
-    attn_unit *unit = &job->units[item / slots];
-    int64_t cut = item % slots;
-    if (cut >= cuts_with_extra(job, unit)) return;
-    attn_keys *keys = &unit->keys[cut];
     keys->extra = cut == unit->cuts;
     keys->first_key = keys->extra ? p->keys : unit->first_key + (unit->first_cut + cut) * CUT;
     keys->keys = keys->extra ? p->extra_keys : smaller(CUT, unit->end - keys->first_key);
     keys->capacity = keys->extra ? PANEL : plan->cut_capacity;
-
-    char *packed = job->packed + (size_t)(item / slots) * plan->unit_bytes + (size_t)cut * plan->cut_bytes;
     keys->k = packed;
     char *values = packed + plan->real * (size_t)(keys->capacity * p->dim);
     keys->v = values;
@@ -228,9 +226,10 @@ static void pack_cut(void *arg, int64_t item, int32_t lane) {
     const char *v_rows =
         v->data + element * (unit->n * v->stride[0] + unit->kv_head * v->stride[1] + first * v->stride[2]);
     for (int64_t j = 0; j < keys->keys; j += PANEL) {
+        int64_t count = smaller(PANEL, keys->keys - j);
         job->kernels->pack_columns(packed + plan->real * (size_t)(j * p->dim), PANEL,
-                                   k_rows + element * j * k->stride[2], p->dtype, smaller(PANEL, keys->keys - j),
-                                   p->dim, k->stride[2], k->stride[3]);
+                                   k_rows + element * j * k->stride[2], p->dtype, count, p->dim, k->stride[2],
+                                   k->stride[3]);
     }
     bool finite = true;
     for (int64_t d = 0; d < p->value_dim; d += PANEL) {
@@ -242,11 +241,23 @@ static void pack_cut(void *arg, int64_t item, int32_t lane) {
     keys->has_non_finite_values = !finite;
 }
 
+static void pack_cut(void *arg, int64_t item, int32_t lane) {
+    (void)lane;
+    const attn_job *job = arg;
+    int64_t slots = job->plan.max_cuts + (job->problem->extra_keys > 0), cut = item % slots;
+    const attn_unit *unit = &job->units[item / slots];
+    if (cut >= cuts_with_extra(job, unit)) return;
+    char *packed = job->packed + (size_t)(item / slots) * job->plan.unit_bytes + (size_t)cut * job->plan.cut_bytes;
+    pack_keys(job, unit, cut, packed, &unit->keys[cut]);
+}
+
 /* ---- tiles ---- */
 
 typedef struct lane_scratch {
     void *q, *scores;
     attn_partial partial, total;
+    char *packed; /* a cut, where tiles pack their own */
+    attn_keys keys;
     void *weights;
 } lane_scratch;
 
@@ -267,8 +278,15 @@ static lane_scratch scratch_of(const attn_job *job, int32_t lane) {
     scratch.total = partial_at(plan, memory + plan->partial_bytes);
     scratch.scores = memory + 2 * plan->partial_bytes;
     scratch.q = (char *)scratch.scores + plan->real * (size_t)((plan->room_rows + 1) * CUT);
+    scratch.packed = memory + plan->lane_keys;
     scratch.weights = memory + plan->lane_bytes;
     return scratch;
+}
+
+static const attn_keys *keys_of_cut(const attn_job *job, const attn_unit *unit, int64_t cut, lane_scratch *scratch) {
+    if (!job->plan.streams) return &unit->keys[cut];
+    pack_keys(job, unit, cut, scratch->packed, &scratch->keys);
+    return &scratch->keys;
 }
 
 /* Late rows see more keys under a causal band: they go first, so that no long tile is left for the end. */
@@ -306,7 +324,8 @@ static void run_tile(void *arg, int64_t item, int32_t lane) {
     job->kernels->pack_queries(&rows, scratch.q);
     job->kernels->attn_begin(rows.count, &scratch.total);
     for (int64_t cut = 0; cut < cuts_with_extra(job, unit); cut++) {
-        if (job->kernels->attn_cut(&rows, &unit->keys[cut], scratch.q, scratch.scores, &scratch.partial)) {
+        if (job->kernels->attn_cut(&rows, keys_of_cut(job, unit, cut, &scratch), scratch.q, scratch.scores,
+                                   &scratch.partial)) {
             job->kernels->attn_merge(rows.count, &scratch.total, &scratch.partial);
         }
     }
@@ -328,7 +347,7 @@ static void run_split_cut(void *arg, int64_t item, int32_t lane) {
     lane_scratch scratch = scratch_of(job, lane);
     attn_partial partial = partial_at(&job->plan, split_partial(job, tile, cut));
     job->kernels->pack_queries(&rows, scratch.q);
-    if (!job->kernels->attn_cut(&rows, &unit->keys[cut], scratch.q, scratch.scores, &partial)) {
+    if (!job->kernels->attn_cut(&rows, keys_of_cut(job, unit, cut, &scratch), scratch.q, scratch.scores, &partial)) {
         job->kernels->attn_begin(rows.count, &partial); /* nothing seen: nothing to add */
     }
 }
@@ -373,7 +392,7 @@ static void run_weights(void *arg, int64_t item, int32_t lane) {
             job->kernels->pack_queries(&rows, scratch.q);
             memset(scratch.weights, 0, plan->real * (size_t)(rows.count * columns));
             for (int64_t cut = 0; cut < cuts_with_extra(job, unit); cut++) {
-                job->kernels->attn_weights(&rows, &unit->keys[cut], scratch.q, scratch.scores,
+                job->kernels->attn_weights(&rows, keys_of_cut(job, unit, cut, &scratch), scratch.q, scratch.scores,
                                            job->reference_stats + stats, job->sum_stats + stats, scratch.weights,
                                            columns);
             }
@@ -394,7 +413,7 @@ static void run_wave(rapt_context *context, attn_job *job, int64_t first_unit) {
     int64_t slots = plan->max_cuts + (p->extra_keys > 0), tiles = job->unit_count * plan->tiles_per_unit;
     double unit_keys = (double)p->keys * (double)(p->dim + p->value_dim);
     double packing = (double)job->unit_count * unit_keys, scoring = packing * (double)plan->rows_per_unit;
-    rapt_parallel(context, job->unit_count * slots, packing, pack_cut, job);
+    if (!plan->streams) rapt_parallel(context, job->unit_count * slots, packing, pack_cut, job);
     if (plan->split) {
         rapt_parallel(context, tiles * slots, scoring, run_split_cut, job);
         rapt_parallel(context, tiles, (double)tiles * (double)(slots * plan->tile_rows * plan->out_stride),
@@ -418,7 +437,7 @@ static void attn_forward(rapt_context *context, const attn_problem *p, void *scr
     attn_job job = {.kernels = context->kernels[p->dtype == RAPT_F64], .problem = p, .plan = make_plan(context, p)};
     const attn_plan *plan = &job.plan;
     char *memory = scratch;
-    job.packed = carve(&memory, rapt_arena_size(plan->unit_bytes * (size_t)plan->wave_units));
+    if (!plan->streams) job.packed = carve(&memory, plan->unit_bytes * (size_t)plan->wave_units);
     job.units = (attn_unit *)(void *)carve(&memory, plan->table_bytes);
     job.lanes = carve(&memory, (plan->lane_bytes + plan->weights_bytes) * (size_t)context->lanes);
     job.partials = carve(&memory, plan->partials_bytes);

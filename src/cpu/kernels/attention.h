@@ -34,16 +34,22 @@ INLINE void visible_columns(const attn_rows *rows, const attn_keys *keys, int64_
     if (high - keys->first_key < *end) *end = high - keys->first_key;
 }
 
-/* Columns that any of the rows sees, rounded outwards to COLUMNS. False if there are none. */
-INLINE bool tile_columns(const attn_rows *rows, const attn_keys *keys, int64_t *begin, int64_t *end) {
+/* Columns [begin, end) that any of the rows sees, rounded outwards to COLUMNS, and whether all rows see all of them. */
+typedef struct tile_range {
+    int64_t begin, end; /* empty if begin >= end */
+    bool all_seen;
+} tile_range;
+
+INLINE tile_range tile_columns(const attn_rows *rows, const attn_keys *keys) {
     int64_t low, high, last_low, last_high;
     visible_columns(rows, keys, 0, &low, &high); /* both ends grow with the query */
     visible_columns(rows, keys, rows->count - 1, &last_low, &last_high);
-    if (last_high > high) high = last_high;
-    if (low >= high) return false;
-    *begin = low / COLUMNS * COLUMNS;
-    *end = rapt_round_up(high, COLUMNS);
-    return true;
+    tile_range range = {0};
+    if (low >= last_high) return range;
+    range.begin = low / COLUMNS * COLUMNS;
+    range.end = rapt_round_up(last_high, COLUMNS);
+    range.all_seen = last_low <= range.begin && high >= range.end;
+    return range;
 }
 
 /* A sum or product of finite numbers stays one, however large; what was infinite stays infinite. */
@@ -152,33 +158,43 @@ static void select_product(int64_t rows, int64_t inner, const real *weights, con
     }
 }
 
+/* Scores of one row to weights; returns their reference. */
+INLINE real weigh_row(const attn_rows *rows, const attn_keys *keys, int64_t r, tile_range range, bool needs_bias,
+                      bool mark_masked, real *bias, real *t, real *sum) {
+    bool sees_a_key = true;
+    if (needs_bias || !range.all_seen) {
+        sees_a_key = mask_row(rows, keys, r, range.begin, range.end, needs_bias, bias, t);
+    }
+    real largest = sees_a_key ? largest_score(t, range.begin, range.end) : (real)-INFINITY;
+    if (sees_a_key && largest <= LOWEST) {
+        /* Every score that is seen is the lowest number, or overflowed, or NaN: now masked ones must be told apart. */
+        if (!needs_bias) mask_row(rows, keys, r, range.begin, range.end, true, bias, t);
+        largest = LOWEST;
+        mark_masked = true;
+    }
+    return softmax_row(t, range.begin, range.end, largest, mark_masked, sum);
+}
+
 static bool attn_cut(const attn_rows *rows, const attn_keys *keys, const void *q, void *scratch,
                      attn_partial *partial) {
-    int64_t begin, end;
-    if (!tile_columns(rows, keys, &begin, &end)) return false;
+    tile_range range = tile_columns(rows, keys);
+    if (range.begin >= range.end) return false;
     real *bias = scratch, *scores = bias + CUT;
-    tile_scores(rows, keys, q, begin, end, scores);
+    tile_scores(rows, keys, q, range.begin, range.end, scores);
 
     const attn_problem *p = rows->problem;
-    bool mark_masked = keys->has_non_finite_values;
-    bool needs_bias = p->mask.data != NULL || p->padding.data != NULL || mark_masked;
+    bool has_mask = (p->mask.data != NULL || p->padding.data != NULL) && !keys->extra;
+    bool mark_masked = keys->has_non_finite_values && (has_mask || !range.all_seen);
     for (int64_t r = 0; r < rows->count; r++) {
-        real *t = scores + r * CUT, *sum = (real *)partial->sum + r, largest = (real)-INFINITY;
-        bool sees_a_key = mask_row(rows, keys, r, begin, end, needs_bias, bias, t), mark = mark_masked;
-        if (sees_a_key) largest = largest_score(t, begin, end);
-        if (sees_a_key && largest <= LOWEST) {
-            /* Every score that is seen is the lowest number, or overflowed, or NaN: now masked ones must be told apart. */
-            if (!needs_bias) mask_row(rows, keys, r, begin, end, true, bias, t);
-            largest = LOWEST;
-            mark = true;
-        }
-        ((real *)partial->reference)[r] = softmax_row(t, begin, end, largest, mark, sum);
+        ((real *)partial->reference)[r] = weigh_row(rows, keys, r, range, has_mask || mark_masked, mark_masked, bias,
+                                                    scores + r * CUT, (real *)partial->sum + r);
     }
 
-    /* Chains are counted from the cut's first key, so the product begins at a chain's; the weights before `begin` are 0. */
-    int64_t first = begin / CHAIN * CHAIN, inner = (end < keys->keys ? end : keys->keys) - first;
-    for (int64_t r = 0; r < rows->count && first < begin; r++) {
-        for (int64_t c = first; c < begin; c++) scores[r * CUT + c] = (real)-0.0;
+    /* Chains are counted from the cut's first key, so the product begins at a chain's; weights before that are 0. */
+    int64_t first = range.begin / CHAIN * CHAIN;
+    int64_t inner = (range.end < keys->keys ? range.end : keys->keys) - first;
+    for (int64_t r = 0; r < rows->count && first < range.begin; r++) {
+        for (int64_t c = first; c < range.begin; c++) scores[r * CUT + c] = (real)-0.0;
     }
     for (int64_t d = 0; d < partial->out_stride; d += PANEL) {
         int64_t width = partial->out_stride - d < PANEL ? partial->out_stride - d : PANEL;
@@ -268,8 +284,9 @@ static void attn_finish(const attn_rows *rows, const attn_partial *total) {
 
 static void attn_weights(const attn_rows *rows, const attn_keys *keys, const void *q, void *scratch,
                          const void *reference, const void *sum, void *weights, int64_t weights_stride) {
-    int64_t begin, end;
-    if (!tile_columns(rows, keys, &begin, &end)) return;
+    tile_range range = tile_columns(rows, keys);
+    int64_t begin = range.begin, end = range.end;
+    if (begin >= end) return;
     real *bias = scratch, *scores = bias + CUT;
     tile_scores(rows, keys, q, begin, end, scores);
     int64_t last = end < keys->keys ? end : keys->keys;

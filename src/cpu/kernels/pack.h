@@ -36,19 +36,44 @@ static void store_row(const void *row, int64_t count, void *to, rapt_dtype dtype
     }
 }
 
-static void pack_columns(void *panel, int64_t width, const void *rows, rapt_dtype dtype, int64_t count, int64_t dim,
-                         int64_t row_stride, int64_t dim_stride) {
-    real *to = panel;
-    for (int64_t r = 0; r < count; r++) {
+/* The part of a panel that is whole LANES x LANES blocks, for rows of reals without gaps. */
+INLINE void pack_blocks(real *to, int64_t width, const real *rows, int64_t count, int64_t dim, int64_t row_stride) {
+    for (int64_t r = 0; r < count; r += LANES) {
+        for (int64_t d = 0; d < dim; d += LANES) {
+            vec block[LANES];
+            UNROLL for (int i = 0; i < LANES; i++) block[i] = v_load(rows + (r + i) * row_stride + d);
+            v_transpose(block);
+            UNROLL for (int i = 0; i < LANES; i++) v_store(to + (d + i) * width + r, block[i]);
+        }
+    }
+}
+
+/* Rows [first_row, count) and dimensions [first_dim, dim) of the others. */
+INLINE void pack_elements(real *to, int64_t width, const void *rows, rapt_dtype dtype, int64_t first_row, int64_t count,
+                          int64_t first_dim, int64_t dim, int64_t row_stride, int64_t dim_stride) {
+    for (int64_t r = first_row; r < count; r++) {
         if (dtype == REAL_DTYPE) {
             const real *from = (const real *)rows + r * row_stride;
-            for (int64_t d = 0; d < dim; d++) to[d * width + r] = from[d * dim_stride];
+            for (int64_t d = first_dim; d < dim; d++) to[d * width + r] = from[d * dim_stride];
         } else {
-            for (int64_t d = 0; d < dim; d++) {
+            for (int64_t d = first_dim; d < dim; d++) {
                 to[d * width + r] = (real)rapt_element_load(rows, dtype, r * row_stride + d * dim_stride);
             }
         }
     }
+}
+
+static void pack_columns(void *panel, int64_t width, const void *rows, rapt_dtype dtype, int64_t count, int64_t dim,
+                         int64_t row_stride, int64_t dim_stride) {
+    real *to = panel;
+    int64_t block_rows = 0, block_dims = 0;
+    if (dtype == REAL_DTYPE && dim_stride == 1) {
+        block_rows = count / LANES * LANES;
+        block_dims = dim / LANES * LANES;
+        pack_blocks(to, width, rows, block_rows, block_dims, row_stride);
+    }
+    pack_elements(to, width, rows, dtype, 0, block_rows, block_dims, dim, row_stride, dim_stride);
+    pack_elements(to, width, rows, dtype, block_rows, count, 0, dim, row_stride, dim_stride);
     for (int64_t d = 0; d < dim && count < width; d++) {
         memset(to + d * width + count, 0, (size_t)(width - count) * sizeof(real));
     }
@@ -56,14 +81,23 @@ static void pack_columns(void *panel, int64_t width, const void *rows, rapt_dtyp
 
 static bool pack_rows(void *to, int64_t width, const void *rows, rapt_dtype dtype, int64_t count, int64_t dim,
                       int64_t row_stride, int64_t dim_stride) {
-    bool all_finite = true;
+    vec trouble = v_zero(); /* x - x is 0, or NaN where x is not finite */
+    real tail_trouble = 0;
     for (int64_t r = 0; r < count; r++) {
         real *row = (real *)to + r * width;
         load_row(row, rows, dtype, r * row_stride, dim_stride, dim);
-        for (int64_t d = 0; d < dim; d++) all_finite &= row[d] - row[d] == 0; /* inf - inf and NaN - NaN are NaN */
+        int64_t d = 0;
+        for (; d + LANES <= dim; d += LANES) {
+            vec x = v_load(row + d);
+            trouble = v_add(trouble, v_sub(x, x));
+        }
+        for (; d < dim; d++) tail_trouble += row[d] - row[d];
         if (dim < width) memset(row + dim, 0, (size_t)(width - dim) * sizeof(real));
     }
-    return all_finite;
+    real lane[LANES];
+    v_store(lane, trouble);
+    for (int i = 0; i < LANES; i++) tail_trouble += lane[i];
+    return tail_trouble == 0;
 }
 
 #endif

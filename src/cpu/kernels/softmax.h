@@ -24,12 +24,7 @@ INLINE vec v_pow2_fraction(vec r) {
 #endif
     enum { TERMS = sizeof coefficient / sizeof *coefficient };
     vec p = v_all(coefficient[0]);
-#if defined(__clang__)
-    _Pragma("clang loop unroll(full)")
-#else
-    _Pragma("GCC unroll 16")
-#endif
-        for (int i = 1; i < TERMS; i++) p = v_fma(p, r, v_all(coefficient[i]));
+    UNROLL for (int i = 1; i < TERMS; i++) p = v_fma(p, r, v_all(coefficient[i]));
     return p;
 }
 
@@ -62,10 +57,19 @@ INLINE real sum_of_columns(const real partial[COLUMNS]) {
 }
 
 INLINE real largest_score(const real *t, int64_t begin, int64_t end) {
-    vec largest = v_all((real)-INFINITY);
-    for (int64_t c = begin; c < end; c += LANES) largest = v_max_or_second(v_load(t + c), largest); /* drops NaN */
+    enum { APART = 4 }; /* maxima that need not wait for each other */
+    vec largest[APART];
+    UNROLL for (int v = 0; v < APART; v++) largest[v] = v_all((real)-INFINITY);
+    int64_t c = begin;
+    for (; c + APART * LANES <= end; c += APART * LANES) {
+        UNROLL for (int v = 0; v < APART; v++) {
+            largest[v] = v_max_or_second(v_load(t + c + v * LANES), largest[v]); /* drops NaN */
+        }
+    }
+    for (; c < end; c += LANES) largest[0] = v_max_or_second(v_load(t + c), largest[0]);
+    for (int v = 1; v < APART; v++) largest[0] = v_max_or_second(largest[v], largest[0]);
     real lane[LANES], result = (real)-INFINITY;
-    v_store(lane, largest);
+    v_store(lane, largest[0]);
     for (int i = 0; i < LANES; i++) result = lane[i] > result ? lane[i] : result;
     return result;
 }

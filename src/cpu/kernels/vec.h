@@ -10,6 +10,7 @@
  *   v_times_pow2(x, k)         x * 2^k for integers k <= 0, and exactly 0 below LEAST_POWER (never a denormal power);
  *                              a NaN in x stays NaN
  *   v_where_masked(s, t, o)    t in the lanes where s is -inf, else o
+ *   v_transpose(rows)          a LANES x LANES block in place
  */
 #ifndef RAPT_CPU_KERNELS_VEC_H
 #define RAPT_CPU_KERNELS_VEC_H
@@ -20,6 +21,13 @@
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline, unused))
+
+/* For loops with a constant count over arrays that must live in registers. */
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
 
 #ifdef RAPT_KERNEL_F32
 typedef float real;
@@ -51,12 +59,6 @@ typedef uint64_t bits;
 #include "vec_neon.h"
 #else
 #include "vec_baseline.h"
-#endif
-
-#if defined(__clang__)
-#define UNROLL _Pragma("clang loop unroll(full)")
-#else
-#define UNROLL _Pragma("GCC unroll 8")
 #endif
 
 #endif

@@ -26,6 +26,21 @@ INLINE vec v_times_pow2(vec x, vec k) {
 INLINE vec v_where_masked(vec score, vec then, vec otherwise) {
     return _mm256_blendv_ps(otherwise, then, _mm256_cmp_ps(score, v_all(-INFINITY), _CMP_EQ_OQ));
 }
+INLINE void v_transpose(vec x[LANES]) {
+    vec t[8];
+    UNROLL for (int i = 0; i < 8; i += 4) { /* 4 x 4 blocks in the halves */
+        vec a = _mm256_unpacklo_ps(x[i], x[i + 1]), b = _mm256_unpackhi_ps(x[i], x[i + 1]);
+        vec c = _mm256_unpacklo_ps(x[i + 2], x[i + 3]), d = _mm256_unpackhi_ps(x[i + 2], x[i + 3]);
+        t[i] = _mm256_shuffle_ps(a, c, 0x44);
+        t[i + 1] = _mm256_shuffle_ps(a, c, 0xee);
+        t[i + 2] = _mm256_shuffle_ps(b, d, 0x44);
+        t[i + 3] = _mm256_shuffle_ps(b, d, 0xee);
+    }
+    UNROLL for (int i = 0; i < 4; i++) {
+        x[i] = _mm256_permute2f128_ps(t[i], t[i + 4], 0x20);
+        x[i + 4] = _mm256_permute2f128_ps(t[i], t[i + 4], 0x31);
+    }
+}
 #else
 typedef __m256d vec;
 #define LANES 4
@@ -47,5 +62,13 @@ INLINE vec v_times_pow2(vec x, vec k) {
 }
 INLINE vec v_where_masked(vec score, vec then, vec otherwise) {
     return _mm256_blendv_pd(otherwise, then, _mm256_cmp_pd(score, v_all((real)-INFINITY), _CMP_EQ_OQ));
+}
+INLINE void v_transpose(vec x[LANES]) {
+    vec a = _mm256_unpacklo_pd(x[0], x[1]), b = _mm256_unpackhi_pd(x[0], x[1]);
+    vec c = _mm256_unpacklo_pd(x[2], x[3]), d = _mm256_unpackhi_pd(x[2], x[3]);
+    x[0] = _mm256_permute2f128_pd(a, c, 0x20);
+    x[1] = _mm256_permute2f128_pd(b, d, 0x20);
+    x[2] = _mm256_permute2f128_pd(a, c, 0x31);
+    x[3] = _mm256_permute2f128_pd(b, d, 0x31);
 }
 #endif

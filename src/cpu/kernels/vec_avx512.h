@@ -24,6 +24,25 @@ INLINE vec v_times_pow2(vec x, vec k) {
 INLINE vec v_where_masked(vec score, vec then, vec otherwise) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(score, v_all(-INFINITY), _CMP_EQ_OQ), otherwise, then);
 }
+INLINE void v_transpose(vec x[LANES]) {
+    vec t[16];
+    UNROLL for (int i = 0; i < 16; i += 4) { /* 4 x 4 blocks: pairs, then quadruples */
+        vec a = _mm512_unpacklo_ps(x[i], x[i + 1]), b = _mm512_unpackhi_ps(x[i], x[i + 1]);
+        vec c = _mm512_unpacklo_ps(x[i + 2], x[i + 3]), d = _mm512_unpackhi_ps(x[i + 2], x[i + 3]);
+        t[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(c)));
+        t[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(c)));
+        t[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(b), _mm512_castps_pd(d)));
+        t[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(b), _mm512_castps_pd(d)));
+    }
+    UNROLL for (int i = 0; i < 4; i++) { /* the 4 x 4 arrangement of those blocks */
+        vec a = _mm512_shuffle_f32x4(t[i], t[i + 4], 0x88), b = _mm512_shuffle_f32x4(t[i], t[i + 4], 0xdd);
+        vec c = _mm512_shuffle_f32x4(t[i + 8], t[i + 12], 0x88), d = _mm512_shuffle_f32x4(t[i + 8], t[i + 12], 0xdd);
+        x[i] = _mm512_shuffle_f32x4(a, c, 0x88);
+        x[i + 4] = _mm512_shuffle_f32x4(b, d, 0x88);
+        x[i + 8] = _mm512_shuffle_f32x4(a, c, 0xdd);
+        x[i + 12] = _mm512_shuffle_f32x4(b, d, 0xdd);
+    }
+}
 #else
 typedef __m512d vec;
 #define LANES 8
@@ -43,5 +62,20 @@ INLINE vec v_times_pow2(vec x, vec k) {
 }
 INLINE vec v_where_masked(vec score, vec then, vec otherwise) {
     return _mm512_mask_blend_pd(_mm512_cmp_pd_mask(score, v_all((real)-INFINITY), _CMP_EQ_OQ), otherwise, then);
+}
+INLINE void v_transpose(vec x[LANES]) {
+    vec t[8];
+    UNROLL for (int i = 0; i < 8; i += 2) {
+        t[i] = _mm512_unpacklo_pd(x[i], x[i + 1]);
+        t[i + 1] = _mm512_unpackhi_pd(x[i], x[i + 1]);
+    }
+    UNROLL for (int i = 0; i < 2; i++) {
+        vec a = _mm512_shuffle_f64x2(t[i], t[i + 2], 0x88), b = _mm512_shuffle_f64x2(t[i], t[i + 2], 0xdd);
+        vec c = _mm512_shuffle_f64x2(t[i + 4], t[i + 6], 0x88), d = _mm512_shuffle_f64x2(t[i + 4], t[i + 6], 0xdd);
+        x[i] = _mm512_shuffle_f64x2(a, c, 0x88);
+        x[i + 2] = _mm512_shuffle_f64x2(b, d, 0x88);
+        x[i + 4] = _mm512_shuffle_f64x2(a, c, 0xdd);
+        x[i + 6] = _mm512_shuffle_f64x2(b, d, 0xdd);
+    }
 }
 #endif

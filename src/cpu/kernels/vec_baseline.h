@@ -47,3 +47,12 @@ INLINE vec v_times_pow2(vec x, vec k) {
 INLINE vec v_where_masked(vec score, vec then, vec otherwise) {
     return v_select((vec_bits)(score == v_all((real)-INFINITY)), then, otherwise);
 }
+INLINE void v_transpose(vec x[LANES]) {
+    for (int i = 0; i < LANES; i++) {
+        for (int j = 0; j < i; j++) {
+            real kept = x[i][j];
+            x[i][j] = x[j][i];
+            x[j][i] = kept;
+        }
+    }
+}

@@ -25,6 +25,14 @@ INLINE vec v_times_pow2(vec x, vec k) {
 INLINE vec v_where_masked(vec score, vec then, vec otherwise) {
     return vbslq_f32(vceqq_f32(score, v_all(-INFINITY)), then, otherwise);
 }
+INLINE void v_transpose(vec x[LANES]) {
+    float64x2_t a = vreinterpretq_f64_f32(vzip1q_f32(x[0], x[1])), b = vreinterpretq_f64_f32(vzip2q_f32(x[0], x[1]));
+    float64x2_t c = vreinterpretq_f64_f32(vzip1q_f32(x[2], x[3])), d = vreinterpretq_f64_f32(vzip2q_f32(x[2], x[3]));
+    x[0] = vreinterpretq_f32_f64(vzip1q_f64(a, c));
+    x[1] = vreinterpretq_f32_f64(vzip2q_f64(a, c));
+    x[2] = vreinterpretq_f32_f64(vzip1q_f64(b, d));
+    x[3] = vreinterpretq_f32_f64(vzip2q_f64(b, d));
+}
 #else
 typedef float64x2_t vec;
 #define LANES 2
@@ -45,5 +53,10 @@ INLINE vec v_times_pow2(vec x, vec k) {
 }
 INLINE vec v_where_masked(vec score, vec then, vec otherwise) {
     return vbslq_f64(vceqq_f64(score, v_all((real)-INFINITY)), then, otherwise);
+}
+INLINE void v_transpose(vec x[LANES]) {
+    vec first = vzip1q_f64(x[0], x[1]);
+    x[1] = vzip2q_f64(x[0], x[1]);
+    x[0] = first;
 }
 #endif
