@@ -32,7 +32,7 @@ bench: ## build and run the benchmark; ARGS= for its options
 	@mkdir -p build
 	@$(CONFIGURE) -DRAPT_BUILD_TESTS=OFF $(QUIETLY)
 	@cmake --build $(BUILD) --target rapt_bench
-	@$(BUILD)/rapt_bench $(ARGS)
+	@RAPT_COMMIT=$$(git describe --always --dirty 2>/dev/null) $(BUILD)/rapt_bench $(ARGS)
 
 install: ## install into PREFIX (/usr/local), below DESTDIR if that is set
 	@scripts/bootstrap.sh build

@@ -1,41 +1,44 @@
-/* bench.c - times attention and the layer on a fixed set of shapes, beside the machine's peak in the same run
+/* bench.c - times attention and the layer on a fixed set of shapes, beside the machine's limits in the same run
  *
- *     rapt_bench [--threads T] [--filter NAME] [--seconds S]
+ *     rapt_bench [--threads T] [--isa NAME] [--filter NAME] [--seconds S] [--json]
  *
- * Each shape runs in many short rounds, interleaved with rounds of the peak (chains of multiply-adds in registers on one
- * thread), and the best round of each counts: neighbours on the machine only ever slow a round down.
+ * Each shape runs in many short rounds, interleaved with rounds of its limit: multiply-adds in registers, or reads from
+ * memory for decoding. The best round of each counts, since neighbours on the machine only ever slow a round down.
  */
-#include <rapt/rapt.h>
-
-#include "peak.h"
+#include "limits.h"
 
 #include <stdio.h>
 #include <stdlib.h>
-#include <time.h>
+
+typedef enum limit { PEAK, READ_COLD, READ_WARM } limit;
 
 typedef struct shape {
-    const char *name;
+    const char *name, *words;
     int64_t n, heads, kv_heads, l, s, d;
     int64_t embed_dim; /* above 0: the layer, self-attention */
     bool causal;
+    limit limit;
 } shape;
 
 static const shape shapes[] = {
-    {"P1", 1, 8, 8, 512, 512, 64, 0, false},      {"P1c", 1, 8, 8, 512, 512, 64, 0, true},
-    {"P2", 1, 8, 8, 2048, 2048, 64, 0, false},    {"P2c", 1, 8, 8, 2048, 2048, 64, 0, true},
-    {"P3", 1, 16, 16, 4096, 4096, 128, 0, false}, {"P3c", 1, 16, 16, 4096, 4096, 128, 0, true},
-    {"P4", 1, 32, 8, 1024, 1024, 128, 0, false},  {"P4c", 1, 32, 8, 1024, 1024, 128, 0, true},
-    {"D1", 1, 32, 8, 1, 4096, 128, 0, false},     {"D2", 1, 12, 12, 1, 1024, 64, 0, false},
-    {"S1", 1, 4, 4, 16, 16, 16, 0, false},        {"W1", 64, 4, 4, 49, 49, 32, 0, false},
-    {"L1", 8, 8, 8, 128, 128, 64, 512, false},    {"L2", 1, 16, 16, 1024, 1024, 64, 1024, false},
+    {"P1", "N1 H8 L512 D64", 1, 8, 8, 512, 512, 64, 0, false, PEAK},
+    {"P1c", "the same, causal", 1, 8, 8, 512, 512, 64, 0, true, PEAK},
+    {"P2", "N1 H8 L2048 D64", 1, 8, 8, 2048, 2048, 64, 0, false, PEAK},
+    {"P2c", "the same, causal", 1, 8, 8, 2048, 2048, 64, 0, true, PEAK},
+    {"P3", "N1 H16 L4096 D128", 1, 16, 16, 4096, 4096, 128, 0, false, PEAK},
+    {"P3c", "the same, causal", 1, 16, 16, 4096, 4096, 128, 0, true, PEAK},
+    {"P4", "N1 H32 Hk8 L1024 D128", 1, 32, 8, 1024, 1024, 128, 0, false, PEAK},
+    {"P4c", "the same, causal", 1, 32, 8, 1024, 1024, 128, 0, true, PEAK},
+    {"D1", "N1 H32 Hk8 L1 S4096 D128, cold", 1, 32, 8, 1, 4096, 128, 0, false, READ_COLD},
+    {"D2", "N1 H12 L1 S1024 D64, warm", 1, 12, 12, 1, 1024, 64, 0, false, READ_WARM},
+    {"S1", "N1 H4 L16 D16", 1, 4, 4, 16, 16, 16, 0, false, PEAK},
+    {"W1", "N64 H4 L49 D32", 64, 4, 4, 49, 49, 32, 0, false, PEAK},
+    {"L1", "layer E512 H8 N8 L128", 8, 8, 8, 128, 128, 64, 512, false, PEAK},
+    {"L2", "layer E1024 H16 N1 L1024", 1, 16, 16, 1024, 1024, 64, 1024, false, PEAK},
 };
 enum { SHAPES = sizeof shapes / sizeof *shapes };
 
-static double seconds_now(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
-}
+#define BIG_BUFFER ((size_t)64 << 20) /* floats, 256 MB: far larger than any last cache */
 
 static void check(rapt_context *context, rapt_status status) {
     if (status == RAPT_OK) return;
@@ -43,51 +46,39 @@ static void check(rapt_context *context, rapt_status status) {
     exit(1);
 }
 
-static const peak_loop *peak_of(rapt_isa isa) {
-#if defined(__x86_64__)
-    if (isa == RAPT_ISA_AVX512) return &peak_avx512;
-    if (isa == RAPT_ISA_AVX2) return &peak_avx2;
-#elif defined(__aarch64__)
-    if (isa == RAPT_ISA_NEON) return &peak_neon;
-#endif
-    (void)isa;
-    return &peak_baseline;
-}
-
-/* One thread's multiply-add rate in this moment, in operations a second. */
-static double measure_peak(const peak_loop *peak) {
-    static volatile double sink;
-    const int64_t rounds = 100000;
-    double start = seconds_now();
-    sink = peak->run(rounds);
-    (void)sink;
-    return peak->operations_per_round * (double)rounds / (seconds_now() - start);
+static float *random_floats(size_t count) {
+    float *data = malloc(count * sizeof *data);
+    if (data == NULL) {
+        fprintf(stderr, "rapt_bench: out of memory\n");
+        exit(1);
+    }
+    uint32_t state = 1;
+    for (size_t i = 0; i < count; i++) {
+        state = state * 1664525u + 1013904223u;
+        data[i] = (float)(state >> 8) * 0x1p-23f - 1;
+    }
+    return data;
 }
 
 static rapt_tensor random_tensor(int32_t ndim, const int64_t *sizes) {
     rapt_tensor tensor = rapt_tensor_of(NULL, RAPT_F32, ndim, sizes);
-    int64_t count = rapt_tensor_count(&tensor);
-    float *data = malloc((size_t)count * sizeof *data);
-    if (data == NULL) exit(1);
-    uint32_t state = 1;
-    for (int64_t i = 0; i < count; i++) {
-        state = state * 1664525u + 1013904223u;
-        data[i] = (float)(state >> 8) * 0x1p-23f - 1;
-    }
-    tensor.data = data;
+    tensor.data = random_floats((size_t)rapt_tensor_count(&tensor));
     return tensor;
 }
+
+/* ---- one shape ---- */
 
 typedef struct job {
     rapt_mha *layer; /* NULL: the operator */
     rapt_tensor q, k, v, out;
     rapt_options options;
-    double operations;
+    double operations, bytes; /* bytes of keys and values */
 } job;
 
 static job make_job(rapt_context *context, const shape *s) {
     job j = {.options = {.causal = s->causal}};
     j.operations = 4.0 * (double)(s->n * s->heads) * (double)(s->l * s->s * s->d) * (s->causal ? 0.5 : 1);
+    j.bytes = 8.0 * (double)(s->n * s->kv_heads * s->s * s->d);
     if (s->embed_dim > 0) {
         rapt_mha_config config = rapt_mha_config_default(s->embed_dim, s->heads);
         config.batch_first = true;
@@ -124,61 +115,149 @@ static void run_job(rapt_context *context, const job *j) {
     }
 }
 
-static void bench_shape(rapt_context *context, const shape *s, double seconds) {
+typedef struct result {
+    double best, worst; /* seconds */
+    double rate, limit; /* operations or bytes a second */
+    int rounds;
+} result;
+
+static result bench_shape(rapt_context *context, const shape *s, double seconds, const float *big_buffer) {
     job j = make_job(context, s);
-    const peak_loop *peak = peak_of(rapt_context_isa(context));
+    int threads = (int)rapt_context_num_threads(context);
+    rapt_isa isa = rapt_context_isa(context);
     run_job(context, &j);
     double start = seconds_now();
     run_job(context, &j);
-    double once = seconds_now() - start, best = once, worst = 0, best_peak = 0;
-    int repeats = once < 1e-3 ? (int)(1e-3 / once) + 1 : 1; /* a round is at least a millisecond */
-    for (double begin = seconds_now(); seconds_now() - begin < seconds || best_peak == 0;) {
-        double rate = measure_peak(peak);
-        if (rate > best_peak) best_peak = rate;
+    result r = {.best = seconds_now() - start};
+    int repeats = r.best < 1e-3 && s->limit != READ_COLD ? (int)(1e-3 / r.best) + 1 : 1; /* a round is a millisecond */
+    for (double begin = seconds_now(); seconds_now() - begin < seconds || r.rounds < 3; r.rounds++) {
+        double limit_now = 0;
+        if (s->limit == PEAK) limit_now = measure_peak(isa, threads);
+        if (s->limit == READ_COLD)
+            limit_now = measure_read(isa, big_buffer, BIG_BUFFER, threads); /* flushes the caches, too */
+        if (s->limit == READ_WARM) {
+            measure_read(isa, big_buffer, (size_t)(j.bytes / 4), threads);
+            limit_now = measure_read(isa, big_buffer, (size_t)(j.bytes / 4), threads);
+            run_job(context, &j); /* what it reads is warm again */
+        }
+        if (limit_now > r.limit) r.limit = limit_now;
         start = seconds_now();
-        for (int r = 0; r < repeats; r++) run_job(context, &j);
+        for (int i = 0; i < repeats; i++) run_job(context, &j);
         double time = (seconds_now() - start) / repeats;
-        if (time < best) best = time;
-        if (time > worst) worst = time;
+        if (time < r.best) r.best = time;
+        if (time > r.worst) r.worst = time;
     }
-    double rate = j.operations / best, limit = best_peak * (double)rapt_context_num_threads(context);
-    printf("%-4s %12.1f us %9.1f GFLOP/s %6.1f %% of peak   slowest round %.2fx\n", s->name, best * 1e6, rate * 1e-9,
-           100 * rate / limit, worst / best);
-    fflush(stdout);
+    r.rate = (s->limit == PEAK ? j.operations : j.bytes) / r.best;
     free_job(&j);
+    return r;
+}
+
+/* ---- output ---- */
+
+static void cpu_name(char *text, size_t size) {
+    snprintf(text, size, "unknown");
+    FILE *file = fopen("/proc/cpuinfo", "r");
+    char line[256], name[200];
+    while (file != NULL && fgets(line, sizeof line, file) != NULL) {
+        if (sscanf(line, "model name%*[ \t:]%199[^\n]", name) == 1) {
+            snprintf(text, size, "%s", name);
+            break;
+        }
+    }
+    if (file != NULL) fclose(file);
+}
+
+typedef struct settings {
+    int threads; /* 0: one, then all */
+    const char *filter;
+    double seconds;
+    bool json;
+} settings;
+
+static void print_result(const settings *o, const shape *s, const result *r, int threads, bool is_first) {
+    const char *unit = s->limit == PEAK ? "GFLOP/s" : "GB/s";
+    if (o->json) {
+        printf("%s\n    {\"name\": \"%s\", \"threads\": %d, \"seconds\": %.4g, \"rate\": %.4g, \"unit\": \"%s\", "
+               "\"limit\": %.4g, "
+               "\"share\": %.4f, \"slowest_round\": %.2f, \"rounds\": %d}",
+               is_first ? "" : ",", s->name, threads, r->best, r->rate * 1e-9, unit, r->limit * 1e-9,
+               r->rate / r->limit, r->worst / r->best, r->rounds);
+    } else {
+        printf("%-4s %-32s %7d %11.1f us %8.1f %-8s %5.1f %%  %6.2fx\n", s->name, s->words, threads, r->best * 1e6,
+               r->rate * 1e-9, unit, 100 * r->rate / r->limit, r->worst / r->best);
+    }
+    fflush(stdout);
+}
+
+static void bench_all(const settings *o, rapt_context_config config, const float *big_buffer) {
+    char text[256] = "", cpu[200];
+    config.error_text = text;
+    config.error_text_size = sizeof text;
+    bool is_first = true;
+    int counts[2] = {o->threads > 0 ? o->threads : 1, 0}, passes = o->threads > 0 ? 1 : 2;
+    for (int pass = 0; pass < passes; pass++) {
+        config.num_threads = counts[pass];
+        rapt_context *context;
+        if (rapt_context_create(&config, &context) != RAPT_OK) {
+            fprintf(stderr, "rapt_bench: %s\n", text);
+            exit(1);
+        }
+        int threads = (int)rapt_context_num_threads(context);
+        const char *commit = getenv("RAPT_COMMIT"), *isa = rapt_isa_name(rapt_context_isa(context));
+        cpu_name(cpu, sizeof cpu);
+        if (pass == 0 && o->json) {
+            printf("{\"cpu\": \"%s\", \"compiler\": \"%s\", \"commit\": \"%s\", \"isa\": \"%s\", \"dtype\": \"f32\", "
+                   "\"results\": [",
+                   cpu, __VERSION__, commit == NULL ? "" : commit, isa);
+        } else if (pass == 0) {
+            printf("Rapt %s, f32, %s, %s\n%-37s %7s %14s %17s %8s  %7s\n", rapt_version(), isa, cpu, "", "threads",
+                   "best time", "rate", "of limit", "slowest");
+        }
+        for (int i = 0; i < SHAPES && (pass == 0 || threads > 1); i++) {
+            if (strstr(shapes[i].name, o->filter) == NULL) continue;
+            result r = bench_shape(context, &shapes[i], o->seconds, big_buffer);
+            print_result(o, &shapes[i], &r, threads, is_first);
+            is_first = false;
+        }
+        rapt_context_destroy(context);
+    }
+    if (o->json) printf("\n]}\n");
+}
+
+static rapt_isa isa_by_name(const char *name) {
+    for (int isa = RAPT_ISA_AUTO; isa <= RAPT_ISA_NEON; isa++) {
+        if (strcmp(rapt_isa_name((rapt_isa)isa), name) == 0) return (rapt_isa)isa;
+    }
+    fprintf(stderr, "rapt_bench: --isa %s is none of auto, baseline, avx2, avx512, neon\n", name);
+    exit(2);
 }
 
 int main(int argc, char **argv) {
     rapt_context_config config = rapt_context_config_default();
-    config.num_threads = 1;
-    const char *filter = "";
-    double seconds = 1;
+    settings o = {.filter = "", .seconds = 1};
     for (int i = 1; i < argc; i++) {
-        bool has_value = i + 1 < argc;
-        if (strcmp(argv[i], "--threads") == 0 && has_value) {
-            config.num_threads = atoi(argv[++i]);
-        } else if (strcmp(argv[i], "--filter") == 0 && has_value) {
-            filter = argv[++i];
-        } else if (strcmp(argv[i], "--seconds") == 0 && has_value) {
-            seconds = atof(argv[++i]);
+        const char *value = i + 1 < argc ? argv[i + 1] : NULL;
+        if (strcmp(argv[i], "--json") == 0) {
+            o.json = true;
+            continue;
+        }
+        if (value != NULL && strcmp(argv[i], "--threads") == 0) {
+            o.threads = atoi(value);
+        } else if (value != NULL && strcmp(argv[i], "--isa") == 0) {
+            config.isa = isa_by_name(value);
+        } else if (value != NULL && strcmp(argv[i], "--filter") == 0) {
+            o.filter = value;
+        } else if (value != NULL && strcmp(argv[i], "--seconds") == 0) {
+            o.seconds = atof(value);
         } else {
-            fprintf(stderr, "usage: rapt_bench [--threads T (0: all)] [--filter NAME] [--seconds S]\n");
+            fprintf(stderr, "usage: rapt_bench [--threads T] [--isa NAME] [--filter NAME] [--seconds S] [--json]\n"
+                            "Without --threads: one thread, then all.\n");
             return 2;
         }
+        i++;
     }
-    char text[256] = "";
-    config.error_text = text;
-    config.error_text_size = sizeof text;
-    rapt_context *context;
-    if (rapt_context_create(&config, &context) != RAPT_OK) {
-        fprintf(stderr, "rapt_bench: %s\n", text);
-        return 1;
-    }
-    printf("Rapt %s, f32, %s, %d thread%s\n", rapt_version(), rapt_isa_name(rapt_context_isa(context)),
-           (int)rapt_context_num_threads(context), rapt_context_num_threads(context) == 1 ? "" : "s");
-    for (int i = 0; i < SHAPES; i++) {
-        if (strstr(shapes[i].name, filter) != NULL) bench_shape(context, &shapes[i], seconds);
-    }
-    rapt_context_destroy(context);
+    float *big_buffer = random_floats(BIG_BUFFER);
+    bench_all(&o, config, big_buffer);
+    free(big_buffer);
     return 0;
 }

@@ -1,4 +1,5 @@
-/* peak.c - the multiply-add limit: independent chains in registers, as many as the micro-kernel has accumulators
+/* peak.c - the limits: independent multiply-add chains in registers, as many as the micro-kernel has accumulators, and
+ * a plain vectorised read
  *
  * Compiled once for each ISA like the kernels; bench.c picks the one of the ISA in use.
  */
@@ -25,5 +26,18 @@ static double run(int64_t rounds) {
     return (double)lane[0];
 }
 
+static double read(const float *data, size_t count) {
+    enum { PIECE = 64, VECTORS = PIECE / LANES };
+    vec sum[4];
+    for (int i = 0; i < 4; i++) sum[i] = v_zero();
+    for (size_t at = 0; at + PIECE <= count; at += PIECE) {
+        UNROLL for (int i = 0; i < VECTORS; i++) sum[i % 4] = v_add(sum[i % 4], v_load(data + at + (size_t)i * LANES));
+    }
+    for (int i = 1; i < 4; i++) sum[0] = v_add(sum[0], sum[i]);
+    real lane[LANES];
+    v_store(lane, sum[0]);
+    return (double)lane[0];
+}
+
 extern const peak_loop PEAK_LOOP;
-const peak_loop PEAK_LOOP = {.run = run, .operations_per_round = 2.0 * CHAINS * LANES};
+const peak_loop PEAK_LOOP = {.run = run, .operations_per_round = 2.0 * CHAINS * LANES, .read = read};

@@ -2,7 +2,11 @@
 #include "cpu.h"
 #include "kernels/kernels.h"
 
-#define BLOCK_ROWS 48
+/* Rows of x that pass over a panel together: as many as fit BLOCK_REALS with their features, which is what the second
+ * cache holds beside a panel, but neither fewer nor more than these. */
+#define BLOCK_REALS 98304
+#define LEAST_BLOCK_ROWS 48
+#define MOST_BLOCK_ROWS 192
 
 static int64_t panel_width(int64_t features, int64_t panel) {
     int64_t left = features - panel * PANEL;
@@ -58,16 +62,19 @@ void rapt_linear_pack(rapt_context *context, const rapt_tensor *weight, const ra
 typedef struct linear_job {
     const rapt_cpu_kernels *kernels;
     const linear_problem *problem;
-    int64_t rows, panels; /* panels of all parts together */
-    bool reads_in_place;  /* x can be read where it lies: reals, unit stride, rows evenly apart */
-    int64_t row_stride;   /* then */
+    int64_t rows, block_rows;
+    int64_t panels;      /* of all parts together */
+    bool reads_in_place; /* x can be read where it lies: reals, unit stride, rows evenly apart */
+    int64_t row_stride;  /* then */
     char *lanes;
     size_t lane_bytes;
 } linear_job;
 
 static size_t lane_size(const linear_problem *p) {
-    size_t reals = rapt_size_mul(BLOCK_ROWS, rapt_size_add((size_t)p->features, PANEL));
-    return rapt_arena_size(rapt_size_mul(rapt_accumulation_size(p->dtype), reals));
+    size_t x =
+        rapt_size_mul(LEAST_BLOCK_ROWS, (size_t)p->features); /* not the rows in use: no less for less features */
+    if (x < BLOCK_REALS) x = BLOCK_REALS;
+    return rapt_arena_size(rapt_size_mul(rapt_accumulation_size(p->dtype), rapt_size_add(x, MOST_BLOCK_ROWS * PANEL)));
 }
 
 size_t rapt_cpu_linear_scratch(const rapt_context *context, const linear_problem *p) {
@@ -96,12 +103,12 @@ static void run_block(void *arg, int64_t item, int32_t lane) {
     const linear_job *job = arg;
     const linear_problem *p = job->problem;
     size_t real = rapt_accumulation_size(p->dtype), element = rapt_dtype_size(p->dtype);
-    int64_t panel = item % job->panels, first = item / job->panels * BLOCK_ROWS;
-    int64_t count = job->rows - first < BLOCK_ROWS ? job->rows - first : BLOCK_ROWS;
+    int64_t panel = item % job->panels, first = item / job->panels * job->block_rows;
+    int64_t count = job->rows - first < job->block_rows ? job->rows - first : job->block_rows;
     const linear_part *part = p->part;
     while (panel >= panels_of(part->features)) panel -= panels_of(part++->features);
 
-    char *y = job->lanes + (size_t)lane * job->lane_bytes, *buffer = y + real * BLOCK_ROWS * PANEL;
+    char *y = job->lanes + (size_t)lane * job->lane_bytes, *buffer = y + real * MOST_BLOCK_ROWS * PANEL;
     int64_t stride, width = panel_width(part->features, panel);
     const void *x = block_of_x(job, first, count, buffer, &stride);
     const char *weights = (const char *)part->packed + real * (size_t)panel_offset(p->features, panel);
@@ -128,6 +135,9 @@ void rapt_cpu_linear(rapt_context *context, const linear_problem *p, void *scrat
     job.row_stride = p->length == 1 ? p->x.stride[0] : p->x.stride[1];
     job.lanes = scratch;
     job.lane_bytes = lane_size(p);
-    int64_t blocks = job.rows / BLOCK_ROWS + (job.rows % BLOCK_ROWS != 0);
+    job.block_rows = BLOCK_REALS / p->features / LEAST_BLOCK_ROWS * LEAST_BLOCK_ROWS;
+    if (job.block_rows < LEAST_BLOCK_ROWS) job.block_rows = LEAST_BLOCK_ROWS;
+    if (job.block_rows > MOST_BLOCK_ROWS) job.block_rows = MOST_BLOCK_ROWS;
+    int64_t blocks = job.rows / job.block_rows + (job.rows % job.block_rows != 0);
     rapt_parallel(context, blocks * job.panels, (double)job.rows * features * (double)p->features, run_block, &job);
 }

@@ -1,0 +1,90 @@
+/* limits.c - what the machine can do at most */
+#include "limits.h"
+
+#include "peak.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <time.h>
+
+enum { MOST_THREADS = 256 };
+
+double seconds_now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+static const peak_loop *peak_of(rapt_isa isa) {
+#if defined(__x86_64__)
+    if (isa == RAPT_ISA_AVX512) return &peak_avx512;
+    if (isa == RAPT_ISA_AVX2) return &peak_avx2;
+#elif defined(__aarch64__)
+    if (isa == RAPT_ISA_NEON) return &peak_neon;
+#endif
+    (void)isa;
+    return &peak_baseline;
+}
+
+/* One thread's share of a measurement; the sum only keeps the loops alive. */
+typedef struct share {
+    const peak_loop *peak;
+    const float *begin;
+    size_t count;
+    double rate, sum;
+} share;
+
+static void *run_peak(void *arg) {
+    share *s = arg;
+    const int64_t rounds = 60000;
+    double start = seconds_now();
+    s->sum = s->peak->run(rounds);
+    s->rate = s->peak->operations_per_round * (double)rounds / (seconds_now() - start);
+    return NULL;
+}
+
+static void *run_read(void *arg) {
+    share *s = arg;
+    double start = seconds_now();
+    s->sum = s->peak->read(s->begin, s->count);
+    s->rate = (double)(s->count * sizeof(float)) / (seconds_now() - start);
+    return NULL;
+}
+
+/* All shares at once; returns the sum of their rates. */
+static double run_all(share *shares, int threads, void *(*run)(void *)) {
+    static volatile double sink;
+    pthread_t thread[MOST_THREADS];
+    bool started[MOST_THREADS] = {false};
+    for (int i = 1; i < threads; i++) started[i] = pthread_create(&thread[i], NULL, run, &shares[i]) == 0;
+    run(&shares[0]);
+    double rate = shares[0].rate;
+    for (int i = 1; i < threads; i++) {
+        if (!started[i]) continue;
+        pthread_join(thread[i], NULL);
+        rate += shares[i].rate;
+        sink = shares[i].sum;
+    }
+    sink = shares[0].sum;
+    (void)sink;
+    return rate;
+}
+
+double measure_peak(rapt_isa isa, int threads) {
+    share shares[MOST_THREADS] = {0};
+    if (threads > MOST_THREADS) threads = MOST_THREADS;
+    for (int i = 0; i < threads; i++) shares[i].peak = peak_of(isa);
+    return run_all(shares, threads, run_peak);
+}
+
+double measure_read(rapt_isa isa, const float *buffer, size_t count, int threads) {
+    share shares[MOST_THREADS] = {0};
+    if (threads > MOST_THREADS) threads = MOST_THREADS;
+    size_t part = count / (size_t)threads;
+    for (int i = 0; i < threads; i++) {
+        shares[i].peak = peak_of(isa);
+        shares[i].begin = buffer + (size_t)i * part;
+        shares[i].count = part;
+    }
+    return run_all(shares, threads, run_read);
+}

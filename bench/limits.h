@@ -1,0 +1,15 @@
+/* limits.h - what the machine can do at most, measured now: multiply-adds and reads from memory */
+#ifndef RAPT_BENCH_LIMITS_H
+#define RAPT_BENCH_LIMITS_H
+
+#include <rapt/rapt.h>
+
+double seconds_now(void);
+
+/* Operations a second (two for each multiply-add) of the ISA on that many threads at once. */
+double measure_peak(rapt_isa isa, int threads);
+
+/* Bytes a second that so many threads read from the buffer, each its part. */
+double measure_read(rapt_isa isa, const float *buffer, size_t count, int threads);
+
+#endif
