@@ -125,6 +125,14 @@ INLINE bool mask_row(const attn_rows *rows, const attn_keys *keys, int64_t r, in
 
 /* ---- one cut ---- */
 
+static void attn_begin(int64_t rows, attn_partial *total) {
+    for (int64_t r = 0; r < rows; r++) {
+        ((real *)total->reference)[r] = (real)-INFINITY;
+        ((real *)total->sum)[r] = 0;
+    }
+    memset(total->out, 0, (size_t)(rows * total->out_stride) * sizeof(real));
+}
+
 /* Scores [count][CUT] of the columns [begin, end). */
 static void tile_scores(const attn_rows *rows, const attn_keys *keys, const real *q, int64_t begin, int64_t end,
                         real *scores) {
@@ -158,36 +166,35 @@ static void select_product(int64_t rows, int64_t inner, const real *weights, con
     }
 }
 
-/* Scores of one row to weights; returns their reference. */
-INLINE real weigh_row(const attn_rows *rows, const attn_keys *keys, int64_t r, tile_range range, bool needs_bias,
-                      bool mark_masked, real *bias, real *t, real *sum) {
-    bool sees_a_key = true;
+/* The largest score that a row sees, with band and masks brought in: -inf if it sees none. */
+INLINE real mask_and_find_largest(const attn_rows *rows, const attn_keys *keys, int64_t r, tile_range range,
+                                  bool needs_bias, real *bias, real *t) {
     if (needs_bias || !range.all_seen) {
-        sees_a_key = mask_row(rows, keys, r, range.begin, range.end, needs_bias, bias, t);
+        if (!mask_row(rows, keys, r, range.begin, range.end, needs_bias, bias, t)) return (real)-INFINITY;
     }
-    real largest = sees_a_key ? largest_score(t, range.begin, range.end) : (real)-INFINITY;
-    if (sees_a_key && largest <= LOWEST) {
-        /* Every score that is seen is the lowest number, or overflowed, or NaN: now masked ones must be told apart. */
-        if (!needs_bias) mask_row(rows, keys, r, range.begin, range.end, true, bias, t);
-        largest = LOWEST;
-        mark_masked = true;
-    }
-    return softmax_row(t, range.begin, range.end, largest, mark_masked, sum);
+    real largest = largest_score(t, range.begin, range.end);
+    if (largest > LOWEST) return largest;
+    /* Every score that is seen is the lowest number, or overflowed, or NaN: what is masked must be told apart now. */
+    if (!needs_bias) mask_row(rows, keys, r, range.begin, range.end, true, bias, t);
+    return LOWEST;
 }
 
-static bool attn_cut(const attn_rows *rows, const attn_keys *keys, const void *q, void *scratch,
-                     attn_partial *partial) {
-    tile_range range = tile_columns(rows, keys);
-    if (range.begin >= range.end) return false;
-    real *bias = scratch, *scores = bias + CUT;
+/* One cut for rows that see much the same columns of it. */
+static void attn_block(const attn_rows *rows, const attn_keys *keys, tile_range range, const real *q, real *scratch,
+                       attn_partial *partial) {
+    real *bias = scratch, *scores = bias + CUT, *reference = partial->reference, *sum = partial->sum;
     tile_scores(rows, keys, q, range.begin, range.end, scores);
 
+    /* Two passes over the rows: in each of them no row waits for another. */
     const attn_problem *p = rows->problem;
     bool has_mask = (p->mask.data != NULL || p->padding.data != NULL) && !keys->extra;
     bool mark_masked = keys->has_non_finite_values && (has_mask || !range.all_seen);
     for (int64_t r = 0; r < rows->count; r++) {
-        ((real *)partial->reference)[r] = weigh_row(rows, keys, r, range, has_mask || mark_masked, mark_masked, bias,
-                                                    scores + r * CUT, (real *)partial->sum + r);
+        reference[r] = mask_and_find_largest(rows, keys, r, range, has_mask || mark_masked, bias, scores + r * CUT);
+    }
+    for (int64_t r = 0; r < rows->count; r++) {
+        bool mark = mark_masked || reference[r] <= LOWEST;
+        reference[r] = softmax_row(scores + r * CUT, range.begin, range.end, reference[r], mark, &sum[r]);
     }
 
     /* Chains are counted from the cut's first key, so the product begins at a chain's; weights before that are 0. */
@@ -206,18 +213,33 @@ static bool attn_cut(const attn_rows *rows, const attn_keys *keys, const void *q
             product(rows->count, inner, scores + first, CUT, v, width, width, out, partial->out_stride);
         }
     }
+}
+
+static bool attn_cut(const attn_rows *rows, const attn_keys *keys, const void *q, void *scratch,
+                     attn_partial *partial) {
+    tile_range whole = tile_columns(rows, keys);
+    if (whole.begin >= whole.end) return false;
+    /* Across the edge of a band, few rows at a time: fewer scores are computed only to be masked. */
+    int64_t step = whole.all_seen ? rows->count : 2 * MICRO_ROWS;
+    for (int64_t r = 0; r < rows->count; r += step) {
+        attn_rows block = *rows;
+        block.first += r;
+        block.count = rows->count - r < step ? rows->count - r : step;
+        attn_partial result = {.reference = (real *)partial->reference + r,
+                               .sum = (real *)partial->sum + r,
+                               .out = (real *)partial->out + r * partial->out_stride,
+                               .out_stride = partial->out_stride};
+        tile_range range = tile_columns(&block, keys);
+        if (range.begin < range.end) {
+            attn_block(&block, keys, range, (const real *)q + r * rows->problem->dim, scratch, &result);
+        } else {
+            attn_begin(block.count, &result); /* sees nothing here: nothing to add */
+        }
+    }
     return true;
 }
 
 /* ---- cuts together ---- */
-
-static void attn_begin(int64_t rows, attn_partial *total) {
-    for (int64_t r = 0; r < rows; r++) {
-        ((real *)total->reference)[r] = (real)-INFINITY;
-        ((real *)total->sum)[r] = 0;
-    }
-    memset(total->out, 0, (size_t)(rows * total->out_stride) * sizeof(real));
-}
 
 /* x * factor, where infinity times 0 is 0: huge values may overflow in a cut that turns out to weigh nothing. */
 INLINE vec v_times_or_zero(vec x, real factor) {

@@ -47,13 +47,11 @@ INLINE real pow2_or_zero(real k) {
 }
 
 /* Sixteen partial sums, folded in halves: the one order in which a row is summed. */
-INLINE real sum_of_columns(const real partial[COLUMNS]) {
-    real sum[COLUMNS];
-    memcpy(sum, partial, sizeof sum);
-    for (int half = COLUMNS / 2; half > 0; half /= 2) {
-        for (int i = 0; i < half; i++) sum[i] += sum[i + half];
+INLINE real sum_of_columns(vec partial[COLUMNS / LANES]) {
+    UNROLL for (int half = COLUMNS / LANES / 2; half > 0; half /= 2) {
+        UNROLL for (int v = 0; v < half; v++) partial[v] = v_add(partial[v], partial[v + half]);
     }
-    return sum[0];
+    return v_sum(partial[0]);
 }
 
 INLINE real largest_score(const real *t, int64_t begin, int64_t end) {
@@ -68,10 +66,7 @@ INLINE real largest_score(const real *t, int64_t begin, int64_t end) {
     }
     for (; c < end; c += LANES) largest[0] = v_max_or_second(v_load(t + c), largest[0]);
     for (int v = 1; v < APART; v++) largest[0] = v_max_or_second(largest[v], largest[0]);
-    real lane[LANES], result = (real)-INFINITY;
-    v_store(lane, largest[0]);
-    for (int i = 0; i < LANES; i++) result = lane[i] > result ? lane[i] : result;
-    return result;
+    return v_largest(largest[0]);
 }
 
 /* Scores t[begin, end) to weights in place, relative to the power that is returned; *sum gets their sum. begin and end
@@ -83,11 +78,8 @@ INLINE real softmax_row(real *t, int64_t begin, int64_t end, real largest, bool 
         *sum = 0;
         return largest;
     }
-    real lane[LANES];
-    v_store(lane, v_round(v_all(largest)));
-    vec reference = v_all(lane[0]);
-    vec partial[COLUMNS / LANES];
-    for (int v = 0; v < COLUMNS / LANES; v++) partial[v] = v_zero();
+    vec reference = v_round(v_all(largest)), partial[COLUMNS / LANES];
+    UNROLL for (int v = 0; v < COLUMNS / LANES; v++) partial[v] = v_zero();
     for (int64_t c = begin; c < end; c += COLUMNS) {
         UNROLL for (int v = 0; v < COLUMNS / LANES; v++) {
             vec score = v_load(t + c + v * LANES);
@@ -97,10 +89,8 @@ INLINE real softmax_row(real *t, int64_t begin, int64_t end, real largest, bool 
             partial[v] = v_add(partial[v], weight);
         }
     }
-    real column[COLUMNS];
-    for (int v = 0; v < COLUMNS / LANES; v++) v_store(column + v * LANES, partial[v]);
-    *sum = sum_of_columns(column);
-    return lane[0];
+    *sum = sum_of_columns(partial);
+    return v_largest(reference); /* the same in every lane */
 }
 
 #endif

@@ -11,6 +11,7 @@
  *                              a NaN in x stays NaN
  *   v_where_masked(s, t, o)    t in the lanes where s is -inf, else o
  *   v_transpose(rows)          a LANES x LANES block in place
+ *   v_sum(x), v_largest(x)     over the lanes, folded in halves: lane i with lane i + LANES / 2, and so on
  */
 #ifndef RAPT_CPU_KERNELS_VEC_H
 #define RAPT_CPU_KERNELS_VEC_H

@@ -41,6 +41,12 @@ INLINE void v_transpose(vec x[LANES]) {
         x[i + 4] = _mm256_permute2f128_ps(t[i], t[i + 4], 0x31);
     }
 }
+#define FOLD_F32(x, OP128, OP1)                                                                                        \
+    __m128 four = OP128(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));                                       \
+    __m128 two = OP128(four, _mm_movehl_ps(four, four));                                                               \
+    return _mm_cvtss_f32(OP1(two, _mm_movehdup_ps(two)))
+INLINE real v_sum(vec x) { FOLD_F32(x, _mm_add_ps, _mm_add_ss); }
+INLINE real v_largest(vec x) { FOLD_F32(x, _mm_max_ps, _mm_max_ss); }
 #else
 typedef __m256d vec;
 #define LANES 4
@@ -71,4 +77,9 @@ INLINE void v_transpose(vec x[LANES]) {
     x[2] = _mm256_permute2f128_pd(a, c, 0x31);
     x[3] = _mm256_permute2f128_pd(b, d, 0x31);
 }
+#define FOLD_F64(x, OP128, OP1)                                                                                        \
+    __m128d two = OP128(_mm256_castpd256_pd128(x), _mm256_extractf128_pd(x, 1));                                       \
+    return _mm_cvtsd_f64(OP1(two, _mm_unpackhi_pd(two, two)))
+INLINE real v_sum(vec x) { FOLD_F64(x, _mm_add_pd, _mm_add_sd); }
+INLINE real v_largest(vec x) { FOLD_F64(x, _mm_max_pd, _mm_max_sd); }
 #endif

@@ -43,6 +43,14 @@ INLINE void v_transpose(vec x[LANES]) {
         x[i + 12] = _mm512_shuffle_f32x4(b, d, 0xdd);
     }
 }
+/* From eight lanes on, the fold is the same for sums and maxima. */
+#define FOLD_F32(x, OP256, OP128, OP1)                                                                                 \
+    __m256 eight = OP256(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));                                     \
+    __m128 four = OP128(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));                               \
+    __m128 two = OP128(four, _mm_movehl_ps(four, four));                                                               \
+    return _mm_cvtss_f32(OP1(two, _mm_movehdup_ps(two)))
+INLINE real v_sum(vec x) { FOLD_F32(x, _mm256_add_ps, _mm_add_ps, _mm_add_ss); }
+INLINE real v_largest(vec x) { FOLD_F32(x, _mm256_max_ps, _mm_max_ps, _mm_max_ss); }
 #else
 typedef __m512d vec;
 #define LANES 8
@@ -78,4 +86,10 @@ INLINE void v_transpose(vec x[LANES]) {
         x[i + 6] = _mm512_shuffle_f64x2(b, d, 0xdd);
     }
 }
+#define FOLD_F64(x, OP256, OP128, OP1)                                                                                 \
+    __m256d four = OP256(_mm512_castpd512_pd256(x), _mm512_extractf64x4_pd(x, 1));                                     \
+    __m128d two = OP128(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));                                 \
+    return _mm_cvtsd_f64(OP1(two, _mm_unpackhi_pd(two, two)))
+INLINE real v_sum(vec x) { FOLD_F64(x, _mm256_add_pd, _mm_add_pd, _mm_add_sd); }
+INLINE real v_largest(vec x) { FOLD_F64(x, _mm256_max_pd, _mm_max_pd, _mm_max_sd); }
 #endif

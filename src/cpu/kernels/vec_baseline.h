@@ -56,3 +56,14 @@ INLINE void v_transpose(vec x[LANES]) {
         }
     }
 }
+INLINE real v_sum(vec x) {
+    for (int half = LANES / 2; half > 0; half /= 2) {
+        for (int i = 0; i < half; i++) x[i] += x[i + half];
+    }
+    return x[0];
+}
+INLINE real v_largest(vec x) {
+    real largest = x[0];
+    for (int i = 1; i < LANES; i++) largest = x[i] > largest ? x[i] : largest;
+    return largest;
+}

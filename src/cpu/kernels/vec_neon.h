@@ -33,6 +33,11 @@ INLINE void v_transpose(vec x[LANES]) {
     x[2] = vreinterpretq_f32_f64(vzip1q_f64(b, d));
     x[3] = vreinterpretq_f32_f64(vzip2q_f64(b, d));
 }
+INLINE real v_sum(vec x) {
+    float32x2_t two = vadd_f32(vget_low_f32(x), vget_high_f32(x));
+    return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
+}
+INLINE real v_largest(vec x) { return vmaxnmvq_f32(x); }
 #else
 typedef float64x2_t vec;
 #define LANES 2
@@ -59,4 +64,6 @@ INLINE void v_transpose(vec x[LANES]) {
     x[1] = vzip2q_f64(x[0], x[1]);
     x[0] = first;
 }
+INLINE real v_sum(vec x) { return vgetq_lane_f64(x, 0) + vgetq_lane_f64(x, 1); }
+INLINE real v_largest(vec x) { return vmaxnmvq_f64(x); }
 #endif
