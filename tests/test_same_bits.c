@@ -93,7 +93,7 @@ static void test_variants_f16(void **state) {
 
 /* ---- one sequence, placed and cut in different ways ---- */
 
-enum { H = 4, HK = 2, D = 24, LENGTH = 600 };
+enum { H = 4, HK = 2, D = 32, LENGTH = 600 }; /* two rows of one token, D a multiple of 16: read in place */
 
 /* Keys, values and queries of one sequence of LENGTH tokens; the tests below copy parts of it elsewhere. */
 typedef struct sequence {

@@ -66,6 +66,7 @@ typedef struct attn_plan {
     int64_t cut_capacity; /* keys that a cut has room for */
     int64_t wave_units;
     bool split;                                  /* spread the cuts of a tile over lanes */
+    bool in_place;                               /* keys and values are read where they lie */
     bool streams;                                /* a tile packs its cuts itself */
     size_t real;                                 /* bytes of one */
     size_t cut_bytes, extra_bytes, unit_bytes;   /* packed keys and values */
@@ -91,6 +92,14 @@ static size_t partial_size(const attn_plan *plan) {
     return rapt_size_mul(plan->real, product_of(plan->room_rows, plan->out_stride + 2));
 }
 
+/* Decoding: a few rows of one query that see every key of a range, so that nothing of it must be kept from any of them,
+ * over keys and values that lie as the kernels want them. */
+static bool reads_in_place(const attn_problem *p, int64_t rows) {
+    bool plain = p->mask.data == NULL && p->padding.data == NULL && !p->limit_left && p->queries == 1;
+    bool real = p->dtype == rapt_accumulation_dtype(p->dtype) && p->k.stride[3] == 1 && p->v.stride[3] == 1;
+    return plain && real && rows <= IN_PLACE_ROWS && p->dim % COLUMNS == 0 && p->value_dim % COLUMNS == 0;
+}
+
 static attn_plan make_plan(const rapt_context *context, const attn_problem *p) {
     attn_plan plan = {.group = p->heads / p->kv_heads, .units = p->batch * p->kv_heads};
     plan.real = rapt_accumulation_size(p->dtype);
@@ -110,6 +119,7 @@ static attn_plan make_plan(const rapt_context *context, const attn_problem *p) {
 
     size_t budget = rapt_size_mul(WAVE_BYTES_PER_LANE, (size_t)context->lanes);
     plan.streams = plan.tiles_per_unit == 1;
+    plan.in_place = plan.streams && reads_in_place(p, plan.rows_per_unit);
     plan.wave_units = plan.units;
     if (!plan.streams && rapt_size_mul(plan.unit_bytes, (size_t)plan.units) > budget) {
         plan.wave_units = plan.unit_bytes > budget ? 1 : (int64_t)(budget / plan.unit_bytes);
@@ -200,6 +210,7 @@ static void find_unit(const attn_job *job, int64_t index, const attn_unit *previ
     rapt_visible_keys(p, unit->n, p->queries - 1, &unused, &high);
     if (low < begin) low = begin;
     if (high > end) high = end;
+    if (job->plan.in_place && high < end) unit->end = high > begin ? high : begin; /* the one query sees no further */
     unit->first_cut = (low - begin) / CUT;
     unit->cuts = low < high ? divide_up(high - begin, CUT) - unit->first_cut : 0;
 }
@@ -225,6 +236,15 @@ static void pack_keys(const attn_job *job, const attn_unit *unit, int64_t cut, c
         k->data + element * (unit->n * k->stride[0] + unit->kv_head * k->stride[1] + first * k->stride[2]);
     const char *v_rows =
         v->data + element * (unit->n * v->stride[0] + unit->kv_head * v->stride[1] + first * v->stride[2]);
+    keys->in_place = plan->in_place && !keys->extra;
+    if (keys->in_place) {
+        keys->k = k_rows;
+        keys->v = v_rows;
+        keys->k_stride = k->stride[2];
+        keys->v_stride = v->stride[2];
+        keys->has_non_finite_values = false; /* which would only matter if some of them were masked */
+        return;
+    }
     for (int64_t j = 0; j < keys->keys; j += PANEL) {
         int64_t count = smaller(PANEL, keys->keys - j);
         job->kernels->pack_columns(packed + plan->real * (size_t)(j * p->dim), PANEL,

@@ -133,10 +133,49 @@ static void attn_begin(int64_t rows, attn_partial *total) {
     memset(total->out, 0, (size_t)(rows * total->out_stride) * sizeof(real));
 }
 
+/* Scores of R rows with keys that are not packed: blocks of LANES keys by LANES dimensions are transposed in registers,
+ * and each score is the same sum as product()'s. */
+INLINE void in_place_scores(const int R, int64_t dim, const attn_keys *keys, const real *q, int64_t begin, int64_t end,
+                            real *scores) {
+    for (int64_t c = begin; c < end; c += LANES) {
+        const real *key[LANES]; /* the last one again behind the end, where nothing is seen */
+        for (int i = 0; i < LANES; i++) {
+            int64_t at = c + i < keys->keys ? c + i : keys->keys - 1;
+            key[i] = (const real *)keys->k + at * keys->k_stride;
+        }
+        vec total[IN_PLACE_ROWS];
+        UNROLL for (int r = 0; r < R; r++) total[r] = v_zero();
+        for (int64_t d = 0; d < dim;) {
+            vec sum[IN_PLACE_ROWS];
+            UNROLL for (int r = 0; r < R; r++) sum[r] = v_zero();
+            bool is_first = d == 0;
+            int64_t chain_end = dim - d < CHAIN ? dim : d + CHAIN;
+            for (; d < chain_end; d += LANES) {
+                vec block[LANES];
+                UNROLL for (int i = 0; i < LANES; i++) block[i] = v_load(key[i] + d);
+                v_transpose(block);
+                UNROLL for (int i = 0; i < LANES; i++) {
+                    UNROLL for (int r = 0; r < R; r++) sum[r] = v_fma(v_all(q[r * dim + d + i]), block[i], sum[r]);
+                }
+            }
+            UNROLL for (int r = 0; r < R; r++) total[r] = is_first ? sum[r] : v_add(total[r], sum[r]);
+        }
+        UNROLL for (int r = 0; r < R; r++) v_store(scores + r * CUT + c, total[r]);
+    }
+}
+
 /* Scores [count][CUT] of the columns [begin, end). */
 static void tile_scores(const attn_rows *rows, const attn_keys *keys, const real *q, int64_t begin, int64_t end,
                         real *scores) {
     int64_t dim = rows->problem->dim;
+    if (keys->in_place) {
+        switch (rows->count) {
+        case 1: in_place_scores(1, dim, keys, q, begin, end, scores); return;
+        case 2: in_place_scores(2, dim, keys, q, begin, end, scores); return;
+        case 3: in_place_scores(3, dim, keys, q, begin, end, scores); return;
+        default: in_place_scores(4, dim, keys, q, begin, end, scores); return;
+        }
+    }
     for (int64_t panel = begin / PANEL; panel * PANEL < end; panel++) {
         int64_t first = panel * PANEL > begin ? panel * PANEL : begin;
         int64_t last = (panel + 1) * PANEL < end ? (panel + 1) * PANEL : end;
@@ -206,11 +245,16 @@ static void attn_block(const attn_rows *rows, const attn_keys *keys, tile_range 
     for (int64_t d = 0; d < partial->out_stride; d += PANEL) {
         int64_t width = partial->out_stride - d < PANEL ? partial->out_stride - d : PANEL;
         const real *v = (const real *)keys->v + d * keys->capacity + first * width;
+        int64_t v_stride = width;
+        if (keys->in_place) {
+            v = (const real *)keys->v + first * keys->v_stride + d;
+            v_stride = keys->v_stride;
+        }
         real *out = (real *)partial->out + d;
         if (mark_masked) {
             select_product(rows->count, inner, scores + first, v, width, out, partial->out_stride);
         } else {
-            product(rows->count, inner, scores + first, CUT, v, width, width, out, partial->out_stride);
+            product(rows->count, inner, scores + first, CUT, v, v_stride, width, out, partial->out_stride);
         }
     }
 }
