@@ -52,75 +52,99 @@ INLINE tile_range tile_columns(const attn_rows *rows, const attn_keys *keys) {
     return range;
 }
 
-/* A sum or product of finite numbers stays one, however large; what was infinite stays infinite. */
-INLINE real keep_finite(real result, bool was_finite) {
-    real clamped = result < LOWEST ? LOWEST : result > -LOWEST ? -LOWEST : result;
-    return was_finite ? clamped : result;
-}
-INLINE bool is_finite(real x) { return x - x == 0; }
+/* ---- masks ---- */
 
-/* Adds a mask to bias[begin, end): -inf masks for good, every finite value stays a number however large. */
-INLINE void add_mask(real *bias, const attn_mask *mask, int64_t offset, int64_t begin, int64_t end) {
+/* A sum or product of finite numbers stays one, however large; what was +inf before stays +inf. */
+INLINE vec v_keep_finite(vec result, vec before) {
+    vec low = v_max_or_second(v_all(LOWEST), result), negated = v_max_or_second(v_all(LOWEST), v_sub(v_zero(), low));
+    return v_where_masked(v_sub(v_zero(), before), v_all((real)INFINITY), v_sub(v_zero(), negated));
+}
+
+/* A mask for `count` keys as numbers to add, -inf where it masks. True if there are others than 0 and -inf. */
+static bool load_mask(const attn_mask *mask, int64_t offset, int64_t count, real *bias) {
     int64_t stride = mask->stride[3];
-    offset += begin * stride;
     if (mask->dtype == RAPT_BOOL) {
         const uint8_t *masked = (const uint8_t *)mask->data + offset;
-        for (int64_t c = begin; c < end; c++) {
-            if (masked[(c - begin) * stride]) bias[c] = (real)-INFINITY;
+        if (stride == 1) { /* written out, so that it becomes vector code */
+            for (int64_t c = 0; c < count; c++) bias[c] = masked[c] ? (real)-INFINITY : 0;
+        } else {
+            for (int64_t c = 0; c < count; c++) bias[c] = masked[c * stride] ? (real)-INFINITY : 0;
         }
-        return;
+        return false;
     }
-    for (int64_t c = begin; c < end; c++) {
-        double wide = rapt_element_load(mask->data, mask->dtype, offset + (c - begin) * stride);
-        real value = keep_finite((real)wide, wide - wide == 0); /* an f64 mask in an f32 problem */
-        bool masked = value < LOWEST || bias[c] < LOWEST;
-        real both = keep_finite(bias[c] + value, is_finite(value) && is_finite(bias[c]));
-        bias[c] = masked ? (real)-INFINITY : both;
+    load_row(bias, mask->data, mask->dtype, offset, stride, count);
+    for (int64_t c = 0; c < count && rapt_dtype_size(mask->dtype) > sizeof(real); c++) {
+        double wide = ((const double *)mask->data)[offset + c * stride]; /* finite there, so a number here */
+        if (wide - wide == 0) bias[c] = bias[c] < LOWEST ? LOWEST : bias[c] > -LOWEST ? -LOWEST : bias[c];
+    }
+    return true;
+}
+
+INLINE void add_padding(real *bias, const real *padding, int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; c += LANES) {
+        vec m = v_load(bias + c), p = v_load(padding + c), sum = v_keep_finite(v_keep_finite(v_add(m, p), m), p);
+        v_store(bias + c, v_where_masked(m, m, v_where_masked(p, p, sum)));
     }
 }
 
-/* What to add to the scores of one row, as powers of two; returns whether any column is left to see. */
+/* What is added to the scores of one row in the columns [begin, end), in natural units; -inf for what it does not see.
+ * True if there are others than 0 and -inf. */
 static bool bias_row(const attn_rows *rows, const attn_keys *keys, int64_t r, int64_t begin, int64_t end, real *bias) {
     const attn_problem *p = rows->problem;
-    memset(bias + begin, 0, (size_t)(end - begin) * sizeof(real));
-    if (!keys->extra && p->mask.data != NULL) {
-        const int64_t *stride = p->mask.stride;
-        add_mask(bias, &p->mask,
-                 rows->n * stride[0] + row_head(rows, r) * stride[1] + row_query(rows, r) * stride[2] +
-                     keys->first_key * stride[3],
-                 begin, end);
+    int64_t low, high;
+    visible_columns(rows, keys, r, &low, &high);
+    if (low > end || high < begin || low > high) low = high = begin;
+    int64_t count = high - low, first = keys->first_key + low;
+    bool has_mask = p->mask.data != NULL && !keys->extra, has_padding = p->padding.data != NULL && !keys->extra;
+    bool has_numbers = false;
+    const int64_t *m = p->mask.stride, *d = p->padding.stride;
+    int64_t mask_at = rows->n * m[0] + row_head(rows, r) * m[1] + row_query(rows, r) * m[2] + first * m[3];
+    int64_t padding_at = rows->n * d[0] + first * d[3];
+    if (has_mask) {
+        has_numbers = load_mask(&p->mask, mask_at, count, bias + low);
+    } else if (has_padding) {
+        has_numbers = load_mask(&p->padding, padding_at, count, bias + low);
+    } else {
+        memset(bias + low, 0, (size_t)count * sizeof(real));
     }
-    if (!keys->extra && p->padding.data != NULL) {
-        const int64_t *stride = p->padding.stride;
-        add_mask(bias, &p->padding, rows->n * stride[0] + keys->first_key * stride[3], begin, end);
+    for (int64_t c = begin; c < low; c++) bias[c] = (real)-INFINITY;
+    for (int64_t c = high; c < end; c++) bias[c] = (real)-INFINITY;
+    if (has_mask && has_padding) {
+        real padding[CUT] = {0};
+        has_numbers |= load_mask(&p->padding, padding_at, count, padding + low);
+        add_padding(bias, padding, begin, end);
     }
-    bool sees_a_key = false;
-    for (int64_t c = begin; c < end; c++) {
-        sees_a_key |= !(bias[c] < LOWEST);
-        bias[c] = keep_finite(bias[c] * LOG2_E, is_finite(bias[c]));
-    }
-    return sees_a_key;
+    return has_numbers;
 }
 
-/* Brings band and masks into the scores of one row: what it does not see becomes -inf, whatever was there. With the bias
- * (zeros where there is no mask) what it sees is at least the lowest number. */
-INLINE bool mask_row(const attn_rows *rows, const attn_keys *keys, int64_t r, int64_t begin, int64_t end,
-                     bool needs_bias, real *bias, real *t) {
+/* Adds the bias to the scores of a row. What is masked becomes -inf, whatever was there; the rest is at least the lowest
+ * number. False if all is masked. */
+INLINE bool add_bias(real *t, const real *bias, int64_t begin, int64_t end, bool has_numbers) {
+    vec unmasked = v_zero();
+    for (int64_t c = begin; c < end; c += LANES) {
+        vec m = v_load(bias + c), score = v_load(t + c);
+        if (has_numbers) score = v_add(score, v_keep_finite(v_mul(m, v_all(LOG2_E)), m));
+        v_store(t + c, v_where_masked(m, m, v_max_or_second(v_all(LOWEST), score)));
+        unmasked = v_add(unmasked, v_where_masked(m, v_zero(), v_all(1)));
+    }
+    return v_largest(unmasked) > 0;
+}
+
+/* Brings band and masks into the scores of one row, as above. */
+static bool mask_row(const attn_rows *rows, const attn_keys *keys, int64_t r, int64_t begin, int64_t end, real *bias,
+                     real *t) {
+    bool has_numbers = bias_row(rows, keys, r, begin, end, bias);
+    return add_bias(t, bias, begin, end, has_numbers);
+}
+
+/* The band alone, which leaves what is seen as it is. */
+INLINE bool band_row(const attn_rows *rows, const attn_keys *keys, int64_t r, int64_t begin, int64_t end, real *t) {
     int64_t low, high;
     visible_columns(rows, keys, r, &low, &high);
     if (low >= high) return false;
-    bool sees_a_key = true;
-    if (needs_bias) {
-        sees_a_key = bias_row(rows, keys, r, low, high, bias);
-        for (int64_t c = low; c < high; c++) {
-            real sum = t[c] + bias[c];
-            sum = sum < LOWEST ? LOWEST : keep_finite(sum, is_finite(t[c]) && is_finite(bias[c]));
-            t[c] = bias[c] < LOWEST ? (real)-INFINITY : sum;
-        }
-    }
     for (int64_t c = begin; c < low; c++) t[c] = (real)-INFINITY;
     for (int64_t c = high; c < end; c++) t[c] = (real)-INFINITY;
-    return sees_a_key;
+    return true;
 }
 
 /* ---- one cut ---- */
@@ -208,13 +232,16 @@ static void select_product(int64_t rows, int64_t inner, const real *weights, con
 /* The largest score that a row sees, with band and masks brought in: -inf if it sees none. */
 INLINE real mask_and_find_largest(const attn_rows *rows, const attn_keys *keys, int64_t r, tile_range range,
                                   bool needs_bias, real *bias, real *t) {
-    if (needs_bias || !range.all_seen) {
-        if (!mask_row(rows, keys, r, range.begin, range.end, needs_bias, bias, t)) return (real)-INFINITY;
+    int64_t begin = range.begin, end = range.end;
+    if (needs_bias) {
+        if (!mask_row(rows, keys, r, begin, end, bias, t)) return (real)-INFINITY;
+    } else if (!range.all_seen) {
+        if (!band_row(rows, keys, r, begin, end, t)) return (real)-INFINITY;
     }
-    real largest = largest_score(t, range.begin, range.end);
+    real largest = largest_score(t, begin, end);
     if (largest > LOWEST) return largest;
     /* Every score that is seen is the lowest number, or overflowed, or NaN: what is masked must be told apart now. */
-    if (!needs_bias) mask_row(rows, keys, r, range.begin, range.end, true, bias, t);
+    if (!needs_bias) mask_row(rows, keys, r, begin, end, bias, t);
     return LOWEST;
 }
 
@@ -359,7 +386,7 @@ static void attn_weights(const attn_rows *rows, const attn_keys *keys, const voi
     for (int64_t r = 0; r < rows->count; r++) {
         real *t = scores + r * CUT;
         /* With the bias even where there is no mask: it lifts scores that overflowed to -inf off the masked ones. */
-        if (!mask_row(rows, keys, r, begin, end, true, bias, t)) continue;
+        if (!mask_row(rows, keys, r, begin, end, bias, t)) continue;
         vec row_reference = v_all(((const real *)reference)[r]), row_sum = v_all(((const real *)sum)[r]);
         for (int64_t c = begin; c < end; c += LANES) {
             vec score = v_load(t + c);
