@@ -70,16 +70,18 @@ static double run_all(share *shares, int threads, void *(*run)(void *)) {
     return rate;
 }
 
+static int possible_threads(int threads) { return threads < 1 ? 1 : threads > MOST_THREADS ? MOST_THREADS : threads; }
+
 double measure_peak(rapt_isa isa, int threads) {
     share shares[MOST_THREADS] = {0};
-    if (threads > MOST_THREADS) threads = MOST_THREADS;
+    threads = possible_threads(threads);
     for (int i = 0; i < threads; i++) shares[i].peak = peak_of(isa);
     return run_all(shares, threads, run_peak);
 }
 
 double measure_read(rapt_isa isa, const float *buffer, size_t count, int threads) {
     share shares[MOST_THREADS] = {0};
-    if (threads > MOST_THREADS) threads = MOST_THREADS;
+    threads = possible_threads(threads);
     size_t part = count / (size_t)threads;
     for (int i = 0; i < threads; i++) {
         shares[i].peak = peak_of(isa);

@@ -342,13 +342,15 @@ static void run_tile(void *arg, int64_t item, int32_t lane) {
     attn_rows rows = tile_rows(job, unit, item % job->plan.tiles_per_unit);
     lane_scratch scratch = scratch_of(job, lane);
     job->kernels->pack_queries(&rows, scratch.q);
-    job->kernels->attn_begin(rows.count, &scratch.total);
+    bool is_empty = true; /* the first cut is the total: merging it into nothing would change nothing */
     for (int64_t cut = 0; cut < cuts_with_extra(job, unit); cut++) {
-        if (job->kernels->attn_cut(&rows, keys_of_cut(job, unit, cut, &scratch), scratch.q, scratch.scores,
-                                   &scratch.partial)) {
-            job->kernels->attn_merge(rows.count, &scratch.total, &scratch.partial);
-        }
+        const attn_keys *keys = keys_of_cut(job, unit, cut, &scratch);
+        attn_partial *target = is_empty ? &scratch.total : &scratch.partial;
+        if (!job->kernels->attn_cut(&rows, keys, scratch.q, scratch.scores, target)) continue;
+        if (!is_empty) job->kernels->attn_merge(rows.count, &scratch.total, &scratch.partial);
+        is_empty = false;
     }
+    if (is_empty) job->kernels->attn_begin(rows.count, &scratch.total);
     finish_tile(job, &rows, &scratch.total);
 }
 

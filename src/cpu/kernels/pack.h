@@ -28,7 +28,9 @@ INLINE void load_row(real *to, const void *data, rapt_dtype dtype, int64_t offse
 
 static void store_row(const void *row, int64_t count, void *to, rapt_dtype dtype, int64_t stride) {
     const real *from = row;
-    if (dtype == REAL_DTYPE) {
+    if (dtype == REAL_DTYPE && stride == 1) {
+        memcpy(to, from, (size_t)count * sizeof(real));
+    } else if (dtype == REAL_DTYPE) {
         real *target = to;
         for (int64_t i = 0; i < count; i++) target[i * stride] = from[i];
     } else {
