@@ -70,7 +70,7 @@ typedef struct attn_plan {
     bool streams;                                /* a tile packs its cuts itself */
     size_t real;                                 /* bytes of one */
     size_t cut_bytes, extra_bytes, unit_bytes;   /* packed keys and values */
-    size_t lane_bytes, lane_keys, weights_bytes; /* scratch of a lane */
+    size_t lane_bytes, lane_keys, weights_bytes; /* scratch of a lane; lane_keys: where it packs a cut */
     size_t partial_bytes, partials_bytes;        /* one (tile, cut) computed apart, and all */
     size_t stats_bytes, average_bytes;           /* for returned weights */
     size_t table_bytes;                          /* attn_unit and attn_keys */
@@ -124,19 +124,17 @@ static attn_plan make_plan(const rapt_context *context, const attn_problem *p) {
     if (!plan.streams && rapt_size_mul(plan.unit_bytes, (size_t)plan.units) > budget) {
         plan.wave_units = plan.unit_bytes > budget ? 1 : (int64_t)(budget / plan.unit_bytes);
     }
-    plan.table_bytes = rapt_size_add(sizeof(attn_unit), rapt_size_mul(sizeof(attn_keys), (size_t)plan.max_cuts + 1));
-    plan.table_bytes =
-        rapt_arena_size(rapt_size_mul(plan.table_bytes, (size_t)plan.units)); /* more than one wave needs,
-    but never less than a smaller problem's */
+    /* For all units, which is more than one wave needs, but never less than what a smaller problem needs. */
+    size_t unit_table = rapt_size_add(sizeof(attn_unit), rapt_size_mul(sizeof(attn_keys), (size_t)plan.max_cuts + 1));
+    plan.table_bytes = rapt_arena_size(rapt_size_mul(unit_table, (size_t)plan.units));
 
-    /* A lane: q [rows][D], scores and bias [rows + 1][CUT], a partial and a total; for weights also whole rows of
-     * them. */
+    /* A lane: a partial and a total, scores and bias [rows + 1][CUT], q [rows][D]; then room to pack a cut; for weights
+     * also whole rows of them. */
     size_t q_and_scores = rapt_size_mul(plan.real, product_of(plan.room_rows + 1, p->dim + CUT));
     plan.partial_bytes = rapt_arena_size(partial_size(&plan));
-    plan.lane_bytes = rapt_arena_size(rapt_size_add(q_and_scores, rapt_size_mul(2, plan.partial_bytes)));
-    plan.lane_keys = plan.lane_bytes; /* behind it, room to pack a cut */
+    plan.lane_keys = rapt_arena_size(rapt_size_add(q_and_scores, rapt_size_mul(2, plan.partial_bytes)));
     size_t cut = plan.cut_bytes > plan.extra_bytes ? plan.cut_bytes : plan.extra_bytes;
-    plan.lane_bytes = rapt_size_add(plan.lane_bytes, cut);
+    plan.lane_bytes = rapt_size_add(plan.lane_keys, cut);
     if (p->weights.data != NULL) {
         int64_t columns = p->keys + p->extra_keys;
         plan.weights_bytes = rapt_arena_size(rapt_size_mul(plan.real, product_of(plan.room_rows, columns)));
