@@ -1,0 +1,136 @@
+/* masks.h - which keys a row sees: band and lengths as ranges of columns, masks as numbers to add to scores */
+#ifndef RAPT_CPU_KERNELS_MASKS_H
+#define RAPT_CPU_KERNELS_MASKS_H
+
+#include "pack.h"
+
+INLINE int64_t row_query(const attn_rows *rows, int64_t r) { return (rows->first + r) / rows->heads; }
+INLINE int64_t row_head(const attn_rows *rows, int64_t r) { return rows->first_head + (rows->first + r) % rows->heads; }
+
+/* ---- ranges ---- */
+
+/* Columns [*begin, *end) of the cut that the row sees by band and lengths. */
+INLINE void visible_columns(const attn_rows *rows, const attn_keys *keys, int64_t r, int64_t *begin, int64_t *end) {
+    *begin = 0;
+    *end = keys->keys;
+    if (keys->extra) return;
+    int64_t low, high;
+    rapt_visible_keys(rows->problem, rows->n, row_query(rows, r), &low, &high);
+    if (low - keys->first_key > *begin) *begin = low - keys->first_key;
+    if (high - keys->first_key < *end) *end = high - keys->first_key;
+}
+
+/* Columns [begin, end) that any of the rows sees, rounded outwards to COLUMNS, and whether all rows see all of them. */
+typedef struct tile_range {
+    int64_t begin, end; /* empty if begin >= end */
+    bool all_seen;
+} tile_range;
+
+INLINE tile_range tile_columns(const attn_rows *rows, const attn_keys *keys) {
+    int64_t low, high, last_low, last_high;
+    visible_columns(rows, keys, 0, &low, &high); /* both ends grow with the query */
+    visible_columns(rows, keys, rows->count - 1, &last_low, &last_high);
+    tile_range range = {0};
+    if (low >= last_high) return range;
+    range.begin = low / COLUMNS * COLUMNS;
+    range.end = rapt_round_up(last_high, COLUMNS);
+    range.all_seen = last_low <= range.begin && high >= range.end;
+    return range;
+}
+
+/* ---- masks ---- */
+
+/* A sum or product of finite numbers stays one, however large; what was +inf before stays +inf. */
+INLINE vec v_keep_finite(vec result, vec before) {
+    vec low = v_max_or_second(v_all(LOWEST), result), negated = v_max_or_second(v_all(LOWEST), v_sub(v_zero(), low));
+    return v_where_masked(v_sub(v_zero(), before), v_all((real)INFINITY), v_sub(v_zero(), negated));
+}
+
+/* A mask for `count` keys as numbers to add, -inf where it masks. True if there are others than 0 and -inf. */
+static bool load_mask(const attn_mask *mask, int64_t offset, int64_t count, real *bias) {
+    int64_t stride = mask->stride[3];
+    if (mask->dtype == RAPT_BOOL) {
+        const uint8_t *masked = (const uint8_t *)mask->data + offset;
+        if (stride == 1) { /* written out, so that it becomes vector code */
+            for (int64_t c = 0; c < count; c++) bias[c] = masked[c] ? (real)-INFINITY : 0;
+        } else {
+            for (int64_t c = 0; c < count; c++) bias[c] = masked[c * stride] ? (real)-INFINITY : 0;
+        }
+        return false;
+    }
+    load_row(bias, mask->data, mask->dtype, offset, stride, count);
+    for (int64_t c = 0; c < count && rapt_dtype_size(mask->dtype) > sizeof(real); c++) {
+        double wide = ((const double *)mask->data)[offset + c * stride]; /* finite there, so a number here */
+        if (wide - wide == 0) bias[c] = bias[c] < LOWEST ? LOWEST : bias[c] > -LOWEST ? -LOWEST : bias[c];
+    }
+    return true;
+}
+
+INLINE void add_padding(real *bias, const real *padding, int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; c += LANES) {
+        vec m = v_load(bias + c), p = v_load(padding + c), sum = v_keep_finite(v_keep_finite(v_add(m, p), m), p);
+        v_store(bias + c, v_where_masked(m, m, v_where_masked(p, p, sum)));
+    }
+}
+
+/* What is added to the scores of one row in the columns [begin, end), in natural units; -inf for what it does not see.
+ * True if there are others than 0 and -inf. */
+static bool bias_row(const attn_rows *rows, const attn_keys *keys, int64_t r, int64_t begin, int64_t end, real *bias) {
+    const attn_problem *p = rows->problem;
+    int64_t low, high;
+    visible_columns(rows, keys, r, &low, &high);
+    if (low > end || high < begin || low > high) low = high = begin;
+    int64_t count = high - low, first = keys->first_key + low;
+    bool has_mask = p->mask.data != NULL && !keys->extra, has_padding = p->padding.data != NULL && !keys->extra;
+    bool has_numbers = false;
+    const int64_t *m = p->mask.stride, *d = p->padding.stride;
+    int64_t mask_at = rows->n * m[0] + row_head(rows, r) * m[1] + row_query(rows, r) * m[2] + first * m[3];
+    int64_t padding_at = rows->n * d[0] + first * d[3];
+    if (has_mask) {
+        has_numbers = load_mask(&p->mask, mask_at, count, bias + low);
+    } else if (has_padding) {
+        has_numbers = load_mask(&p->padding, padding_at, count, bias + low);
+    } else {
+        memset(bias + low, 0, (size_t)count * sizeof(real));
+    }
+    for (int64_t c = begin; c < low; c++) bias[c] = (real)-INFINITY;
+    for (int64_t c = high; c < end; c++) bias[c] = (real)-INFINITY;
+    if (has_mask && has_padding) {
+        real padding[CUT] = {0};
+        has_numbers |= load_mask(&p->padding, padding_at, count, padding + low);
+        add_padding(bias, padding, begin, end);
+    }
+    return has_numbers;
+}
+
+/* Adds the bias to the scores of a row. What is masked becomes -inf, whatever was there; the rest is at least the lowest
+ * number. False if all is masked. */
+INLINE bool add_bias(real *t, const real *bias, int64_t begin, int64_t end, bool has_numbers) {
+    vec unmasked = v_zero();
+    for (int64_t c = begin; c < end; c += LANES) {
+        vec m = v_load(bias + c), score = v_load(t + c);
+        if (has_numbers) score = v_add(score, v_keep_finite(v_mul(m, v_all(LOG2_E)), m));
+        v_store(t + c, v_where_masked(m, m, v_max_or_second(v_all(LOWEST), score)));
+        unmasked = v_add(unmasked, v_where_masked(m, v_zero(), v_all(1)));
+    }
+    return v_largest(unmasked) > 0;
+}
+
+/* Brings band and masks into the scores of one row, as above. */
+static bool mask_row(const attn_rows *rows, const attn_keys *keys, int64_t r, int64_t begin, int64_t end, real *bias,
+                     real *t) {
+    bool has_numbers = bias_row(rows, keys, r, begin, end, bias);
+    return add_bias(t, bias, begin, end, has_numbers);
+}
+
+/* The band alone, which leaves what is seen as it is. */
+INLINE bool band_row(const attn_rows *rows, const attn_keys *keys, int64_t r, int64_t begin, int64_t end, real *t) {
+    int64_t low, high;
+    visible_columns(rows, keys, r, &low, &high);
+    if (low >= high) return false;
+    for (int64_t c = begin; c < low; c++) t[c] = (real)-INFINITY;
+    for (int64_t c = high; c < end; c++) t[c] = (real)-INFINITY;
+    return true;
+}
+
+#endif
