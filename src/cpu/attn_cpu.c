@@ -63,6 +63,7 @@ typedef struct attn_plan {
     int64_t room_rows;    /* what memory is laid out for: at least tile_rows, and no larger for a smaller problem */
     int64_t out_stride;   /* Dv rounded up */
     int64_t max_cuts;     /* of a unit, without the extra keys */
+    int64_t slots;        /* with them, which are a cut of their own */
     int64_t cut_capacity; /* keys that a cut has room for */
     int64_t wave_units;
     bool split;                                  /* spread the cuts of a tile over lanes */
@@ -110,6 +111,7 @@ static attn_plan make_plan(const rapt_context *context, const attn_problem *p) {
     plan.tiles_per_unit = divide_up(plan.rows_per_unit, plan.tile_rows);
     plan.out_stride = rapt_round_up(p->value_dim, COLUMNS);
     plan.max_cuts = divide_up(p->keys, CUT);
+    plan.slots = plan.max_cuts + (p->extra_keys > 0);
     plan.cut_capacity = smaller(CUT, rapt_round_up(p->keys, PANEL));
 
     size_t key_bytes = rapt_size_mul(plan.real, (size_t)(p->dim + plan.out_stride));
@@ -153,8 +155,7 @@ static attn_plan make_plan(const rapt_context *context, const attn_problem *p) {
         plan.split = true;
         split_tiles = plan.wave_units * plan.tiles_per_unit;
     }
-    size_t cuts = (size_t)plan.max_cuts + (p->extra_keys > 0);
-    plan.partials_bytes = rapt_size_mul(rapt_size_mul(plan.partial_bytes, cuts), (size_t)split_tiles);
+    plan.partials_bytes = rapt_size_mul(rapt_size_mul(plan.partial_bytes, (size_t)plan.slots), (size_t)split_tiles);
     return plan;
 }
 
@@ -262,7 +263,7 @@ static void pack_keys(const attn_job *job, const attn_unit *unit, int64_t cut, c
 static void pack_cut(void *arg, int64_t item, int32_t lane) {
     (void)lane;
     const attn_job *job = arg;
-    int64_t slots = job->plan.max_cuts + (job->problem->extra_keys > 0), cut = item % slots;
+    int64_t slots = job->plan.slots, cut = item % slots;
     const attn_unit *unit = &job->units[item / slots];
     if (cut >= cuts_with_extra(job, unit)) return;
     char *packed = job->packed + (size_t)(item / slots) * job->plan.unit_bytes + (size_t)cut * job->plan.cut_bytes;
@@ -354,13 +355,12 @@ static void run_tile(void *arg, int64_t item, int32_t lane) {
 
 /* The same in two steps: each cut of a tile on its own, then the cuts of a tile merged in order. */
 static char *split_partial(const attn_job *job, int64_t tile, int64_t cut) {
-    size_t slots = (size_t)job->plan.max_cuts + (job->problem->extra_keys > 0);
-    return job->partials + ((size_t)tile * slots + (size_t)cut) * job->plan.partial_bytes;
+    return job->partials + (size_t)(tile * job->plan.slots + cut) * job->plan.partial_bytes;
 }
 
 static void run_split_cut(void *arg, int64_t item, int32_t lane) {
     const attn_job *job = arg;
-    int64_t slots = job->plan.max_cuts + (job->problem->extra_keys > 0), tile = item / slots, cut = item % slots;
+    int64_t tile = item / job->plan.slots, cut = item % job->plan.slots;
     const attn_unit *unit = &job->units[tile / job->plan.tiles_per_unit];
     if (cut >= cuts_with_extra(job, unit)) return;
     attn_rows rows = tile_rows(job, unit, tile % job->plan.tiles_per_unit);
@@ -430,7 +430,7 @@ static void run_wave(rapt_context *context, attn_job *job, int64_t first_unit) {
         find_unit(job, first_unit + u, u > 0 ? &job->units[u - 1] : NULL, &job->units[u]);
     }
 
-    int64_t slots = plan->max_cuts + (p->extra_keys > 0), tiles = job->unit_count * plan->tiles_per_unit;
+    int64_t slots = plan->slots, tiles = job->unit_count * plan->tiles_per_unit;
     double unit_keys = (double)p->keys * (double)(p->dim + p->value_dim);
     double packing = (double)job->unit_count * unit_keys, scoring = packing * (double)plan->rows_per_unit;
     if (!plan->streams) rapt_parallel(context, job->unit_count * slots, packing, pack_cut, job);

@@ -71,8 +71,8 @@ typedef struct linear_job {
 } linear_job;
 
 static size_t lane_size(const linear_problem *p) {
-    size_t x =
-        rapt_size_mul(LEAST_BLOCK_ROWS, (size_t)p->features); /* not the rows in use: no less for less features */
+    /* Not for the rows in use, which are more where features are fewer: never less than a smaller problem needs. */
+    size_t x = rapt_size_mul(LEAST_BLOCK_ROWS, (size_t)p->features);
     if (x < BLOCK_REALS) x = BLOCK_REALS;
     return rapt_arena_size(rapt_size_mul(rapt_accumulation_size(p->dtype), rapt_size_add(x, MOST_BLOCK_ROWS * PANEL)));
 }

@@ -10,11 +10,14 @@
 
 /* The sizes that results depend on. Changing one changes bits, and so the numerics version. */
 enum {
-    CUT = 256,         /* keys of one softmax in progress */
-    CHAIN = 64,        /* terms of a product after which its sum starts anew, which keeps the error low */
-    PANEL = 64,        /* columns (keys, outputs) of a packed panel */
-    COLUMNS = 16,      /* widths are rounded up to this; also the partial sums of a row */
-    IN_PLACE_ROWS = 4, /* packing keys pays from more rows on; no bits depend on this */
+    CUT = 256,    /* keys of one softmax in progress */
+    CHAIN = 64,   /* terms of a product after which its sum starts anew, which keeps the error low */
+    COLUMNS = 16, /* partial sums of a row; widths are rounded up to this, too */
+};
+/* Those that only speed depends on. */
+enum {
+    PANEL = 64,        /* columns (keys, outputs) of a packed panel, the same on every ISA */
+    IN_PLACE_ROWS = 4, /* packing keys pays from more rows on */
 };
 
 static inline int64_t rapt_round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
@@ -40,9 +43,10 @@ typedef struct attn_keys {
     bool has_non_finite_values;
     const void *k; /* panels of PANEL keys: [panel][D][PANEL] */
     const void *v; /* panels of PANEL value dimensions: [panel][capacity][PANEL], the last as wide as it must */
-    bool
-        in_place; /* not packed: k [keys][D] and v [keys][Dv] are rows of reals where they lie, all seen by all rows; */
-    int64_t k_stride, v_stride; /* D is then a multiple of COLUMNS, as Dv is, and rows are at most IN_PLACE_ROWS */
+    /* Not packed: k [keys][D] and v [keys][Dv] are rows of reals where they lie, D and Dv multiples of COLUMNS, for at most
+     * IN_PLACE_ROWS rows, which all see all of these keys. */
+    bool in_place;
+    int64_t k_stride, v_stride;
 } attn_keys;
 
 /* The softmax over some keys, in progress: for each row, weights are relative to 2^reference, `sum` of them is taken,
