@@ -1,12 +1,15 @@
 /* bench.c - times attention and the layer on a fixed set of shapes, beside the machine's limits in the same run
  *
  *     rapt_bench [--threads T] [--isa NAME] [--filter NAME] [--seconds S] [--json]
+ *     rapt_bench --serve [--threads T] [--isa NAME]
  *
  * Each shape runs in many short rounds, interleaved with rounds of its limit: multiply-adds in registers, or reads from
  * memory for decoding. The best round of each counts, since neighbours on the machine only ever slow a round down.
+ * With --serve, rounds are asked for on stdin, so that bench/peers can interleave them with those of other libraries.
  */
 #include "limits.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -68,17 +71,35 @@ static rapt_tensor random_tensor(int32_t ndim, const int64_t *sizes) {
 
 /* ---- one shape ---- */
 
+static double operations_of(const shape *s) {
+    double attention = 4.0 * (double)(s->n * s->heads) * (double)(s->l * s->s * s->d) * (s->causal ? 0.5 : 1);
+    return attention + 8.0 * (double)(s->n * s->l) * (double)(s->embed_dim * s->embed_dim);
+}
+
+static double bytes_of(const shape *s) { return 8.0 * (double)(s->n * s->kv_heads * s->s * s->d); } /* keys, values */
+
+/* What the shape's limit limits. */
+static double work_of(const shape *s) { return s->limit == PEAK ? operations_of(s) : bytes_of(s); }
+
 typedef struct job {
+    const shape *shape;
     rapt_mha *layer; /* NULL: the operator */
     rapt_tensor q, k, v, out;
     rapt_options options;
-    double operations, bytes; /* bytes of keys and values */
+    int repeats;   /* calls in a round, which takes a millisecond or one call */
+    bool is_short; /* so that cold caches would show in the time of a call */
 } job;
 
+static void run_job(rapt_context *context, const job *j) {
+    if (j->layer != NULL) {
+        check(context, rapt_mha_forward(context, j->layer, &j->q, &j->k, &j->v, &j->options, &j->out));
+    } else {
+        check(context, rapt_attention_forward(context, &j->q, &j->k, &j->v, &j->options, &j->out));
+    }
+}
+
 static job make_job(rapt_context *context, const shape *s) {
-    job j = {.options = {.causal = s->causal}};
-    j.operations = 4.0 * (double)(s->n * s->heads) * (double)(s->l * s->s * s->d) * (s->causal ? 0.5 : 1);
-    j.bytes = 8.0 * (double)(s->n * s->kv_heads * s->s * s->d);
+    job j = {.shape = s, .options = {.causal = s->causal}, .repeats = 1};
     if (s->embed_dim > 0) {
         rapt_mha_config config = rapt_mha_config_default(s->embed_dim, s->heads);
         config.batch_first = true;
@@ -86,7 +107,6 @@ static job make_job(rapt_context *context, const shape *s) {
         int64_t x[3] = {s->n, s->l, s->embed_dim};
         j.q = j.k = j.v = random_tensor(3, x);
         j.out = random_tensor(3, x);
-        j.operations += 8.0 * (double)(s->n * s->l) * (double)(s->embed_dim * s->embed_dim);
     } else {
         int64_t q[4] = {s->n, s->heads, s->l, s->d}, k[4] = {s->n, s->kv_heads, s->s, s->d};
         j.q = random_tensor(4, q);
@@ -94,6 +114,12 @@ static job make_job(rapt_context *context, const shape *s) {
         j.v = random_tensor(4, k);
         j.out = random_tensor(4, q);
     }
+    run_job(context, &j);
+    double start = seconds_now();
+    run_job(context, &j);
+    double time = seconds_now() - start;
+    j.is_short = time < 20e-3;
+    if (time < 1e-3 && s->limit != READ_COLD) j.repeats = (int)(1e-3 / time) + 1;
     return j;
 }
 
@@ -107,12 +133,25 @@ static void free_job(job *j) {
     rapt_mha_destroy(j->layer);
 }
 
-static void run_job(rapt_context *context, const job *j) {
-    if (j->layer != NULL) {
-        check(context, rapt_mha_forward(context, j->layer, &j->q, &j->k, &j->v, &j->options, &j->out));
-    } else {
-        check(context, rapt_attention_forward(context, &j->q, &j->k, &j->v, &j->options, &j->out));
+/* One round of the shape's limit, then one of the shape; returns seconds a call. */
+static double run_round(rapt_context *context, const job *j, const float *big_buffer, double *limit_now) {
+    int threads = (int)rapt_context_num_threads(context);
+    rapt_isa isa = rapt_context_isa(context);
+    size_t count = (size_t)(bytes_of(j->shape) / sizeof(float));
+    switch (j->shape->limit) {
+    case PEAK: *limit_now = measure_peak(isa, threads); break;
+    case READ_COLD: /* which flushes the caches, too */
+        *limit_now = measure_read(isa, big_buffer, BIG_BUFFER, threads);
+        break;
+    case READ_WARM:
+        measure_read(isa, big_buffer, count, threads);
+        *limit_now = measure_read(isa, big_buffer, count, threads);
+        run_job(context, j); /* what it reads is warm again */
+        break;
     }
+    double start = seconds_now();
+    for (int i = 0; i < j->repeats; i++) run_job(context, j);
+    return (seconds_now() - start) / j->repeats;
 }
 
 typedef struct result {
@@ -123,33 +162,66 @@ typedef struct result {
 
 static result bench_shape(rapt_context *context, const shape *s, double seconds, const float *big_buffer) {
     job j = make_job(context, s);
-    int threads = (int)rapt_context_num_threads(context);
-    rapt_isa isa = rapt_context_isa(context);
-    run_job(context, &j);
-    double start = seconds_now();
-    run_job(context, &j);
-    result r = {.best = seconds_now() - start};
-    int repeats = r.best < 1e-3 && s->limit != READ_COLD ? (int)(1e-3 / r.best) + 1 : 1; /* a round is a millisecond */
+    result r = {.best = HUGE_VAL};
     for (double begin = seconds_now(); seconds_now() - begin < seconds || r.rounds < 3; r.rounds++) {
-        double limit_now = 0;
-        if (s->limit == PEAK) limit_now = measure_peak(isa, threads);
-        if (s->limit == READ_COLD)
-            limit_now = measure_read(isa, big_buffer, BIG_BUFFER, threads); /* flushes the caches, too */
-        if (s->limit == READ_WARM) {
-            measure_read(isa, big_buffer, (size_t)(j.bytes / 4), threads);
-            limit_now = measure_read(isa, big_buffer, (size_t)(j.bytes / 4), threads);
-            run_job(context, &j); /* what it reads is warm again */
-        }
-        if (limit_now > r.limit) r.limit = limit_now;
-        start = seconds_now();
-        for (int i = 0; i < repeats; i++) run_job(context, &j);
-        double time = (seconds_now() - start) / repeats;
-        if (time < r.best) r.best = time;
-        if (time > r.worst) r.worst = time;
+        double limit_now, time = run_round(context, &j, big_buffer, &limit_now);
+        r.limit = fmax(r.limit, limit_now);
+        r.best = fmin(r.best, time);
+        r.worst = fmax(r.worst, time);
     }
-    r.rate = (s->limit == PEAK ? j.operations : j.bytes) / r.best;
+    r.rate = work_of(s) / r.best;
     free_job(&j);
     return r;
+}
+
+/* ---- serving ---- */
+
+static const char *const limit_names[] = {"peak", "read cold", "read warm"};
+
+static void print_shapes(void) {
+    for (int i = 0; i < SHAPES; i++) {
+        const shape *s = &shapes[i];
+        printf("%s{\"name\": \"%s\", \"words\": \"%s\", \"n\": %d, \"heads\": %d, \"kv_heads\": %d, \"l\": %d, "
+               "\"s\": %d, \"d\": %d, \"embed_dim\": %d, \"causal\": %s, \"limit\": \"%s\", \"work\": %.0f}",
+               i == 0 ? "[" : ", ", s->name, s->words, (int)s->n, (int)s->heads, (int)s->kv_heads, (int)s->l, (int)s->s,
+               (int)s->d, (int)s->embed_dim, s->causal ? "true" : "false", limit_names[s->limit], work_of(s));
+    }
+    printf("]\n");
+}
+
+static const shape *shape_by_name(const char *name) {
+    for (int i = 0; i < SHAPES; i++) {
+        if (strcmp(shapes[i].name, name) == 0) return &shapes[i];
+    }
+    fprintf(stderr, "rapt_bench: there is no shape %s\n", name);
+    exit(2);
+}
+
+/* Each line of stdin gets a line: `about`, `shapes`, `prepare NAME`, and `round` for seconds a call and the limit. */
+static void serve(rapt_context *context, const float *big_buffer) {
+    job j = {0};
+    char line[64], name[32];
+    while (fgets(line, sizeof line, stdin) != NULL) {
+        if (strcmp(line, "about\n") == 0) {
+            printf("{\"version\": \"%s\", \"compiler\": \"%s\", \"isa\": \"%s\", \"threads\": %d}\n", rapt_version(),
+                   __VERSION__, rapt_isa_name(rapt_context_isa(context)), (int)rapt_context_num_threads(context));
+        } else if (strcmp(line, "shapes\n") == 0) {
+            print_shapes();
+        } else if (sscanf(line, "prepare %31s", name) == 1) {
+            free_job(&j);
+            j = make_job(context, shape_by_name(name));
+            printf("ready\n");
+        } else if (strcmp(line, "round\n") == 0 && j.shape != NULL) {
+            if (j.is_short) run_job(context, &j); /* others ran in between: its data must come into the caches again */
+            double limit_now, time = run_round(context, &j, big_buffer, &limit_now);
+            printf("[%.9g, %.9g]\n", time, limit_now);
+        } else {
+            fprintf(stderr, "rapt_bench: cannot serve %s", line);
+            exit(2);
+        }
+        fflush(stdout);
+    }
+    free_job(&j);
 }
 
 /* ---- output ---- */
@@ -171,7 +243,7 @@ typedef struct settings {
     int threads; /* 0: one, then all */
     const char *filter;
     double seconds;
-    bool json;
+    bool json, serve;
 } settings;
 
 static void print_result(const settings *o, const shape *s, const result *r, int threads, bool is_first) {
@@ -189,19 +261,23 @@ static void print_result(const settings *o, const shape *s, const result *r, int
     fflush(stdout);
 }
 
-static void bench_all(const settings *o, rapt_context_config config, const float *big_buffer) {
-    char text[256] = "", cpu[200];
+static rapt_context *make_context(rapt_context_config config, int threads) {
+    char text[256] = "";
     config.error_text = text;
     config.error_text_size = sizeof text;
+    config.num_threads = threads;
+    rapt_context *context;
+    if (rapt_context_create(&config, &context) == RAPT_OK) return context;
+    fprintf(stderr, "rapt_bench: %s\n", text);
+    exit(1);
+}
+
+static void bench_all(const settings *o, rapt_context_config config, const float *big_buffer) {
+    char cpu[200];
     bool is_first = true;
     int counts[2] = {o->threads > 0 ? o->threads : 1, 0}, passes = o->threads > 0 ? 1 : 2;
     for (int pass = 0; pass < passes; pass++) {
-        config.num_threads = counts[pass];
-        rapt_context *context;
-        if (rapt_context_create(&config, &context) != RAPT_OK) {
-            fprintf(stderr, "rapt_bench: %s\n", text);
-            exit(1);
-        }
+        rapt_context *context = make_context(config, counts[pass]);
         int threads = (int)rapt_context_num_threads(context);
         const char *commit = getenv("RAPT_COMMIT"), *isa = rapt_isa_name(rapt_context_isa(context));
         cpu_name(cpu, sizeof cpu);
@@ -241,6 +317,10 @@ int main(int argc, char **argv) {
             o.json = true;
             continue;
         }
+        if (strcmp(argv[i], "--serve") == 0) {
+            o.serve = true;
+            continue;
+        }
         if (value != NULL && strcmp(argv[i], "--threads") == 0) {
             o.threads = atoi(value);
         } else if (value != NULL && strcmp(argv[i], "--isa") == 0) {
@@ -251,13 +331,20 @@ int main(int argc, char **argv) {
             o.seconds = atof(value);
         } else {
             fprintf(stderr, "usage: rapt_bench [--threads T] [--isa NAME] [--filter NAME] [--seconds S] [--json]\n"
+                            "       rapt_bench --serve [--threads T] [--isa NAME]\n"
                             "Without --threads: one thread, then all.\n");
             return 2;
         }
         i++;
     }
     float *big_buffer = random_floats(BIG_BUFFER);
-    bench_all(&o, config, big_buffer);
+    if (o.serve) {
+        rapt_context *context = make_context(config, o.threads);
+        serve(context, big_buffer);
+        rapt_context_destroy(context);
+    } else {
+        bench_all(&o, config, big_buffer);
+    }
     free(big_buffer);
     return 0;
 }
