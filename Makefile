@@ -6,6 +6,7 @@ CMAKE_FLAGS ?=
 export PATH := $(CURDIR)/.tools/bin:$(PATH)
 
 BUILD := build/release
+PEERS_VENV ?= build/peers# Python with bench/peers/requirements.txt
 CONFIGURE = cmake --preset release $(CMAKE_FLAGS)
 QUIETLY = >build/configure.log 2>&1 || { cat build/configure.log; exit 1; }
 SOURCES = $(shell find $(wildcard include src tests bench examples tools) -name "*.[ch]" -o -name "*.cpp")
@@ -34,6 +35,15 @@ bench: ## build and run the benchmark; ARGS= for its options
 	@cmake --build $(BUILD) --target rapt_bench
 	@RAPT_COMMIT=$$(git describe --always --dirty 2>/dev/null) $(BUILD)/rapt_bench $(ARGS)
 
+bench-peers: ## time the benchmark's shapes in other libraries beside Rapt; ARGS= for the options of bench/peers/peers.py
+	@scripts/bootstrap.sh build
+	@mkdir -p build
+	@$(CONFIGURE) -DRAPT_BUILD_TESTS=OFF $(QUIETLY)
+	@cmake --build $(BUILD) --target rapt_bench
+	@test -x $(PEERS_VENV)/bin/python || { python3 -m venv $(PEERS_VENV) && \
+		$(PEERS_VENV)/bin/pip install -r bench/peers/requirements.txt; } || { rm -rf $(PEERS_VENV); exit 1; }
+	@RAPT_COMMIT=$$(git describe --always --dirty 2>/dev/null) $(PEERS_VENV)/bin/python bench/peers/peers.py --bench $(BUILD)/rapt_bench $(ARGS)
+
 install: ## install into PREFIX (/usr/local), below DESTDIR if that is set
 	@scripts/bootstrap.sh build
 	@mkdir -p build
@@ -55,4 +65,4 @@ lint: ## clang-tidy and cppcheck
 clean: ## remove what was built
 	@rm -rf build
 
-.PHONY: help run test bench install format format-check lint clean
+.PHONY: help run test bench bench-peers install format format-check lint clean
