@@ -1,12 +1,13 @@
 # Thin: everything that builds is in CMakeLists.txt and CMakePresets.json. This gives the short names.
 PREFIX ?= /usr/local
 CMAKE_FLAGS ?=
+# A virtual environment of Python with what bench/peers/requirements.txt lists.
+PEERS_VENV ?= build/peers
 
 # Where scripts/bootstrap.sh puts cmake and ninja when the system has none.
 export PATH := $(CURDIR)/.tools/bin:$(PATH)
 
 BUILD := build/release
-PEERS_VENV ?= build/peers# Python with bench/peers/requirements.txt
 CONFIGURE = cmake --preset release $(CMAKE_FLAGS)
 QUIETLY = >build/configure.log 2>&1 || { cat build/configure.log; exit 1; }
 SOURCES = $(shell find $(wildcard include src tests bench examples tools) -name "*.[ch]" -o -name "*.cpp")
