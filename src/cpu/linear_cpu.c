@@ -108,17 +108,27 @@ static void run_block(void *arg, int64_t item, int32_t lane) {
     const linear_part *part = p->part;
     while (panel >= panels_of(part->features)) panel -= panels_of(part++->features);
 
-    char *y = job->lanes + (size_t)lane * job->lane_bytes, *buffer = y + real * MOST_BLOCK_ROWS * PANEL;
+    char *partial = job->lanes + (size_t)lane * job->lane_bytes, *buffer = partial + real * MOST_BLOCK_ROWS * PANEL;
     int64_t stride, width = panel_width(part->features, panel);
-    const void *x = block_of_x(job, first, count, buffer, &stride);
+    const char *x = block_of_x(job, first, count, buffer, &stride);
     const char *weights = (const char *)part->packed + real * (size_t)panel_offset(p->features, panel);
-    job->kernels->linear_panel(x, stride, count, p->features, weights, width, y);
     int64_t columns = part->features - panel * PANEL < PANEL ? part->features - panel * PANEL : PANEL;
-    for (int64_t r = 0; r < count; r++) {
+    bool writes_in_place = real == element && columns == width && part->y.stride[2] == 1;
+    if (!writes_in_place)
+        job->kernels->linear_panel(x, stride, count, p->features, weights, width, partial, partial, width);
+    for (int64_t r = 0, rows; r < count; r += rows) {
         int64_t n = (first + r) / p->length, l = (first + r) % p->length;
-        int64_t at = n * part->y.stride[0] + l * part->y.stride[1] + panel * PANEL * part->y.stride[2];
-        job->kernels->store_row(y + real * (size_t)(r * width), columns, part->y.data + at * (int64_t)element, p->dtype,
-                                part->y.stride[2]);
+        char *y = part->y.data + (int64_t)element * (n * part->y.stride[0] + l * part->y.stride[1] +
+                                                     panel * PANEL * part->y.stride[2]);
+        if (writes_in_place) { /* as many rows as lie evenly */
+            bool is_even = part->y.stride[0] == p->length * part->y.stride[1];
+            rows = is_even || p->length - l > count - r ? count - r : p->length - l;
+            job->kernels->linear_panel(x + (int64_t)real * r * stride, stride, rows, p->features, weights, width,
+                                       partial, y, part->y.stride[1]);
+        } else {
+            rows = 1;
+            job->kernels->store_row(partial + real * (size_t)(r * width), columns, y, p->dtype, part->y.stride[2]);
+        }
     }
 }
 

@@ -7,13 +7,9 @@
 #include "attention.h"
 
 static void linear_panel(const void *x, int64_t stride, int64_t count, int64_t features, const void *panel,
-                         int64_t width, void *y) {
-    product(count, features, x, stride, panel, width, width, y, width);
+                         int64_t width, void *partial, void *y, int64_t y_stride) {
     const real *bias = (const real *)panel + features * width;
-    for (int64_t r = 0; r < count; r++) {
-        real *row = (real *)y + r * width;
-        for (int64_t c = 0; c < width; c += LANES) v_store(row + c, v_add(v_load(row + c), v_load(bias + c)));
-    }
+    product_with_bias(count, features, x, stride, panel, width, width, bias, partial, width, y, y_stride);
 }
 
 #if defined(RAPT_KERNEL_ISA_AVX512)

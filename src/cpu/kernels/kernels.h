@@ -81,9 +81,10 @@ struct rapt_cpu_kernels {
     /* Puts finished rows of weights where the problem wants them. Averages are summed over ascending heads in
      * `average` [N, L, S'] (contiguous reals), or in the problem's own weights if that is NULL. */
     void (*store_weights)(const attn_rows *rows, const void *weights, int64_t weights_stride, void *average);
-    /* y [count][width] = x * panel + bias; x has rows `stride` apart; panel [features][width], then [width] biases. */
+    /* y [count][width] = x * panel + bias; x and y have rows `stride` and `y_stride` apart; panel [features][width], then
+     * [width] biases; partial [count][width] is scratch, and may be y if that has no gaps. */
     void (*linear_panel)(const void *x, int64_t stride, int64_t count, int64_t features, const void *panel,
-                         int64_t width, void *y);
+                         int64_t width, void *partial, void *y, int64_t y_stride);
     /* Stores a row of results in the dtype asked for. */
     void (*store_row)(const void *row, int64_t count, void *to, rapt_dtype dtype, int64_t stride);
 };

@@ -28,9 +28,8 @@ INLINE vec v_pow2_fraction(vec r) {
     return p;
 }
 
-/* 2^(t - reference). A score below every number (a finite mask that overflowed) counts as the lowest one. */
+/* 2^(t - reference), 0 for -inf. */
 INLINE vec v_weight(vec t, vec reference) {
-    t = v_max_or_second(v_all(LOWEST), t);
     vec n = v_round(t);
     return v_times_pow2(v_pow2_fraction(v_sub(t, n)), v_sub(n, reference));
 }

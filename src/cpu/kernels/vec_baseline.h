@@ -42,7 +42,7 @@ INLINE vec v_round(vec x) {
 INLINE vec v_max_or_second(vec a, vec b) { return v_select((vec_bits)(a > b), a, b); }
 INLINE vec v_times_pow2(vec x, vec k) {
     vec_bits power = (vec_bits)(k + v_all(POWER_MAGIC)) << MANTISSA_BITS;
-    return x * (vec)(power & (vec_bits)(k >= v_all(LEAST_POWER)));
+    return (vec)((vec_bits)(x * (vec)power) & ~(vec_bits)(k < v_all(LEAST_POWER)));
 }
 INLINE vec v_where_masked(vec score, vec then, vec otherwise) {
     return v_select((vec_bits)(score == v_all((real)-INFINITY)), then, otherwise);

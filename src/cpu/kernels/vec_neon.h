@@ -20,7 +20,8 @@ INLINE vec v_round(vec x) { return vrndnq_f32(x); }
 INLINE vec v_max_or_second(vec a, vec b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
 INLINE vec v_times_pow2(vec x, vec k) {
     uint32x4_t power = vshlq_n_u32(vreinterpretq_u32_f32(v_add(k, v_all(POWER_MAGIC))), MANTISSA_BITS);
-    return v_mul(x, vreinterpretq_f32_u32(vandq_u32(power, vcgeq_f32(k, v_all(LEAST_POWER)))));
+    uint32x4_t result = vreinterpretq_u32_f32(v_mul(x, vreinterpretq_f32_u32(power)));
+    return vreinterpretq_f32_u32(vbicq_u32(result, vcltq_f32(k, v_all(LEAST_POWER))));
 }
 INLINE vec v_where_masked(vec score, vec then, vec otherwise) {
     return vbslq_f32(vceqq_f32(score, v_all(-INFINITY)), then, otherwise);
@@ -54,7 +55,8 @@ INLINE vec v_round(vec x) { return vrndnq_f64(x); }
 INLINE vec v_max_or_second(vec a, vec b) { return vbslq_f64(vcgtq_f64(a, b), a, b); }
 INLINE vec v_times_pow2(vec x, vec k) {
     uint64x2_t power = vshlq_n_u64(vreinterpretq_u64_f64(v_add(k, v_all(POWER_MAGIC))), MANTISSA_BITS);
-    return v_mul(x, vreinterpretq_f64_u64(vandq_u64(power, vcgeq_f64(k, v_all(LEAST_POWER)))));
+    uint64x2_t result = vreinterpretq_u64_f64(v_mul(x, vreinterpretq_f64_u64(power)));
+    return vreinterpretq_f64_u64(vbicq_u64(result, vcltq_f64(k, v_all(LEAST_POWER))));
 }
 INLINE vec v_where_masked(vec score, vec then, vec otherwise) {
     return vbslq_f64(vceqq_f64(score, v_all((real)-INFINITY)), then, otherwise);
