@@ -2,11 +2,12 @@
  *
  * A unit is one (sequence, key/value head). Units are taken in waves that fit a memory budget; in each wave
  *
- *     1. keys and values are packed, one item a (unit, cut of 256 keys); a unit of a single tile skips this, and
- *        the tile packs each cut into its lane's scratch right before using it;
- *     2. tiles of rows (queries of the unit's group of heads) run over the unit's cuts and merge them in order; where
- *        tiles are fewer than lanes, (tile, cut) are computed apart and merged in the same order afterwards;
- *     3. if weights are asked for, rows are scored again with the finished sums, heads ascending.
+ *     1. tiles of rows (queries of the unit's group of heads) run over the unit's cuts of 256 keys and merge them in
+ *        order; where tiles are fewer than lanes, (tile, cut) are computed apart and merged in the same order afterwards;
+ *     2. if weights are asked for, rows are scored again with the finished sums, heads ascending.
+ *
+ * The first tile that needs a cut packs its keys and values for all; one that comes while that is going on packs them for
+ * itself alone, in its lane's scratch, so nobody waits. So does the only tile of a unit.
  *
  * Cuts are counted from the first real key of a sequence. Everything else here (waves, tiles, lanes) changes speed and
  * memory and never a bit.
@@ -68,13 +69,14 @@ typedef struct attn_plan {
     int64_t wave_units;
     bool split;                                  /* spread the cuts of a tile over lanes */
     bool in_place;                               /* keys and values are read where they lie */
+    bool v_in_place;                             /* values at least */
     bool streams;                                /* a tile packs its cuts itself */
     size_t real;                                 /* bytes of one */
     size_t cut_bytes, extra_bytes, unit_bytes;   /* packed keys and values */
     size_t lane_bytes, lane_keys, weights_bytes; /* scratch of a lane; lane_keys: where it packs a cut */
     size_t partial_bytes, partials_bytes;        /* one (tile, cut) computed apart, and all */
     size_t stats_bytes, average_bytes;           /* for returned weights */
-    size_t table_bytes;                          /* attn_unit and attn_keys */
+    size_t table_bytes;                          /* attn_unit, attn_keys and their states */
 } attn_plan;
 
 typedef struct attn_unit {
@@ -82,7 +84,10 @@ typedef struct attn_unit {
     int64_t first_key, end;  /* real keys, without the padding at both ends; cuts are counted from first_key */
     int64_t first_cut, cuts; /* that any row sees */
     attn_keys *keys;         /* [cuts], then one for extra keys */
+    atomic_int *state;       /* of each of them */
 } attn_unit;
+
+enum { UNPACKED, BEING_PACKED, PACKED };
 
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static size_t smaller_size(size_t a, size_t b) { return a < b ? a : b; }
@@ -122,12 +127,16 @@ static attn_plan make_plan(const rapt_context *context, const attn_problem *p) {
     size_t budget = rapt_size_mul(WAVE_BYTES_PER_LANE, (size_t)context->lanes);
     plan.streams = plan.tiles_per_unit == 1;
     plan.in_place = plan.streams && reads_in_place(p, plan.rows_per_unit);
+    /* Values that already lie as a panel of them would; wider ones lose more to the caches' sets than packing costs. */
+    plan.v_in_place = p->dtype == rapt_accumulation_dtype(p->dtype) && p->v.stride[3] == 1 &&
+                      p->v.stride[2] == p->value_dim && p->value_dim <= PANEL && p->value_dim % COLUMNS == 0;
     plan.wave_units = plan.units;
     if (!plan.streams && rapt_size_mul(plan.unit_bytes, (size_t)plan.units) > budget) {
         plan.wave_units = plan.unit_bytes > budget ? 1 : (int64_t)(budget / plan.unit_bytes);
     }
     /* For all units, which is more than one wave needs, but never less than what a smaller problem needs. */
-    size_t unit_table = rapt_size_add(sizeof(attn_unit), rapt_size_mul(sizeof(attn_keys), (size_t)plan.max_cuts + 1));
+    size_t cut_table = rapt_size_mul(sizeof(attn_keys) + sizeof(atomic_int), (size_t)plan.max_cuts + 1);
+    size_t unit_table = rapt_size_add(sizeof(attn_unit), cut_table);
     plan.table_bytes = rapt_arena_size(rapt_size_mul(unit_table, (size_t)plan.units));
 
     /* A lane: a partial and a total, scores and bias [rows + 1][CUT], q [rows][D]; then room to pack a cut; for weights
@@ -227,21 +236,34 @@ static void pack_keys(const attn_job *job, const attn_unit *unit, int64_t cut, c
     keys->keys = keys->extra ? p->extra_keys : smaller(CUT, unit->end - keys->first_key);
     keys->capacity = keys->extra ? PANEL : plan->cut_capacity;
     keys->k = packed;
-    char *values = packed + plan->real * (size_t)(keys->capacity * p->dim);
-    keys->v = values;
     const rapt_view *k = keys->extra ? &p->extra_k : &p->k, *v = keys->extra ? &p->extra_v : &p->v;
     int64_t first = keys->extra ? 0 : keys->first_key, element = (int64_t)rapt_dtype_size(p->dtype);
     const char *k_rows =
         k->data + element * (unit->n * k->stride[0] + unit->kv_head * k->stride[1] + first * k->stride[2]);
     const char *v_rows =
         v->data + element * (unit->n * v->stride[0] + unit->kv_head * v->stride[1] + first * v->stride[2]);
-    keys->in_place = plan->in_place && !keys->extra;
-    if (keys->in_place) {
-        keys->k = k_rows;
+    keys->k_stride = k->stride[2];
+    keys->v_stride = v->stride[2];
+    keys->k_in_place = plan->in_place && !keys->extra;
+    keys->v_in_place = (plan->in_place || plan->v_in_place) && !keys->extra;
+    keys->has_non_finite_values = false;
+    if (keys->v_in_place) {
         keys->v = v_rows;
-        keys->k_stride = k->stride[2];
-        keys->v_stride = v->stride[2];
-        keys->has_non_finite_values = false; /* which would only matter if some of them were masked */
+        if (!plan->in_place) { /* where none of them is masked, it does not matter */
+            keys->has_non_finite_values = !job->kernels->all_finite(v_rows, keys->keys, p->value_dim, v->stride[2]);
+        }
+    } else {
+        char *values = packed + plan->real * (size_t)(keys->capacity * p->dim);
+        for (int64_t d = 0; d < p->value_dim; d += PANEL) {
+            int64_t width = smaller(PANEL, plan->out_stride - d);
+            keys->has_non_finite_values |= !job->kernels->pack_rows(
+                values + plan->real * (size_t)(d * keys->capacity), width, v_rows + element * d * v->stride[3],
+                p->dtype, keys->keys, smaller(PANEL, p->value_dim - d), v->stride[2], v->stride[3]);
+        }
+        keys->v = values;
+    }
+    if (keys->k_in_place) {
+        keys->k = k_rows;
         return;
     }
     for (int64_t j = 0; j < keys->keys; j += PANEL) {
@@ -250,24 +272,6 @@ static void pack_keys(const attn_job *job, const attn_unit *unit, int64_t cut, c
                                    k_rows + element * j * k->stride[2], p->dtype, count, p->dim, k->stride[2],
                                    k->stride[3]);
     }
-    bool finite = true;
-    for (int64_t d = 0; d < p->value_dim; d += PANEL) {
-        int64_t width = smaller(PANEL, plan->out_stride - d);
-        finite &= job->kernels->pack_rows(values + plan->real * (size_t)(d * keys->capacity), width,
-                                          v_rows + element * d * v->stride[3], p->dtype, keys->keys,
-                                          smaller(PANEL, p->value_dim - d), v->stride[2], v->stride[3]);
-    }
-    keys->has_non_finite_values = !finite;
-}
-
-static void pack_cut(void *arg, int64_t item, int32_t lane) {
-    (void)lane;
-    const attn_job *job = arg;
-    int64_t slots = job->plan.slots, cut = item % slots;
-    const attn_unit *unit = &job->units[item / slots];
-    if (cut >= cuts_with_extra(job, unit)) return;
-    char *packed = job->packed + (size_t)(item / slots) * job->plan.unit_bytes + (size_t)cut * job->plan.cut_bytes;
-    pack_keys(job, unit, cut, packed, &unit->keys[cut]);
 }
 
 /* ---- tiles ---- */
@@ -303,7 +307,17 @@ static lane_scratch scratch_of(const attn_job *job, int32_t lane) {
 }
 
 static const attn_keys *keys_of_cut(const attn_job *job, const attn_unit *unit, int64_t cut, lane_scratch *scratch) {
-    if (!job->plan.streams) return &unit->keys[cut];
+    if (!job->plan.streams) {
+        atomic_int *state = &unit->state[cut];
+        int found = UNPACKED;
+        if (atomic_load_explicit(state, memory_order_acquire) == PACKED) return &unit->keys[cut];
+        if (atomic_compare_exchange_strong(state, &found, BEING_PACKED)) {
+            size_t offset = (size_t)(unit - job->units) * job->plan.unit_bytes + (size_t)cut * job->plan.cut_bytes;
+            pack_keys(job, unit, cut, job->packed + offset, &unit->keys[cut]);
+            atomic_store_explicit(state, PACKED, memory_order_release);
+        }
+        if (found != BEING_PACKED) return &unit->keys[cut];
+    }
     pack_keys(job, unit, cut, scratch->packed, &scratch->keys);
     return &scratch->keys;
 }
@@ -427,13 +441,14 @@ static void run_wave(rapt_context *context, attn_job *job, int64_t first_unit) {
     const attn_problem *p = job->problem;
     const attn_plan *plan = &job->plan;
     for (int64_t u = 0; u < job->unit_count; u++) {
-        find_unit(job, first_unit + u, u > 0 ? &job->units[u - 1] : NULL, &job->units[u]);
+        attn_unit *unit = &job->units[u];
+        find_unit(job, first_unit + u, u > 0 ? unit - 1 : NULL, unit);
+        for (int64_t cut = 0; cut < cuts_with_extra(job, unit); cut++) atomic_init(&unit->state[cut], UNPACKED);
     }
 
     int64_t slots = plan->slots, tiles = job->unit_count * plan->tiles_per_unit;
-    double unit_keys = (double)p->keys * (double)(p->dim + p->value_dim);
-    double packing = (double)job->unit_count * unit_keys, scoring = packing * (double)plan->rows_per_unit;
-    if (!plan->streams) rapt_parallel(context, job->unit_count * slots, packing, pack_cut, job);
+    double row = (double)p->keys * (double)(p->dim + p->value_dim);
+    double scoring = row * (double)(job->unit_count * plan->rows_per_unit);
     if (plan->split) {
         rapt_parallel(context, tiles * slots, scoring, run_split_cut, job);
         rapt_parallel(context, tiles, (double)tiles * (double)(slots * plan->tile_rows * plan->out_stride),
@@ -466,7 +481,11 @@ static void attn_forward(rapt_context *context, const attn_problem *p, void *scr
     if (plan->average_bytes > 0) job.average = carve(&memory, plan->average_bytes);
 
     attn_keys *keys = (attn_keys *)(void *)(job.units + plan->wave_units);
-    for (int64_t u = 0; u < plan->wave_units; u++) job.units[u].keys = keys + u * (plan->max_cuts + 1);
+    atomic_int *states = (atomic_int *)(void *)(keys + plan->wave_units * (plan->max_cuts + 1));
+    for (int64_t u = 0; u < plan->wave_units; u++) {
+        job.units[u].keys = keys + u * (plan->max_cuts + 1);
+        job.units[u].state = states + u * (plan->max_cuts + 1);
+    }
     for (int64_t first = 0; first < plan->units; first += plan->wave_units) {
         job.unit_count = smaller(plan->wave_units, plan->units - first);
         run_wave(context, &job, first);

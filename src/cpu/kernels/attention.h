@@ -13,6 +13,11 @@ static void pack_queries(const attn_rows *rows, void *q) {
         real *to = (real *)q + r * p->dim;
         int64_t offset =
             rows->n * p->q.stride[0] + row_head(rows, r) * p->q.stride[1] + row_query(rows, r) * p->q.stride[2];
+        if (p->dtype == REAL_DTYPE && p->q.stride[3] == 1) { /* in one go */
+            const real *from = (const real *)(const void *)p->q.data + offset;
+            for (int64_t d = 0; d < p->dim; d++) to[d] = from[d] * factor;
+            continue;
+        }
         load_row(to, p->q.data, p->dtype, offset, p->q.stride[3], p->dim);
         for (int64_t d = 0; d < p->dim; d++) to[d] *= factor;
     }
@@ -63,7 +68,7 @@ INLINE void in_place_scores(const int R, int64_t dim, const attn_keys *keys, con
 static void tile_scores(const attn_rows *rows, const attn_keys *keys, const real *q, int64_t begin, int64_t end,
                         real *scores) {
     int64_t dim = rows->problem->dim;
-    if (keys->in_place) {
+    if (keys->k_in_place) {
         switch (rows->count) {
         case 1: in_place_scores(1, dim, keys, q, begin, end, scores); return;
         case 2: in_place_scores(2, dim, keys, q, begin, end, scores); return;
@@ -81,8 +86,8 @@ static void tile_scores(const attn_rows *rows, const attn_keys *keys, const real
 
 /* The product of weights and values where values hold NaN or infinity: a masked key (weight -0) must add nothing, and
  * 0 * NaN would. Otherwise the same chains as product(). */
-static void select_product(int64_t rows, int64_t inner, const real *weights, const real *v, int64_t width, real *out,
-                           int64_t out_stride) {
+static void select_product(int64_t rows, int64_t inner, const real *weights, const real *v, int64_t v_stride,
+                           int64_t width, real *out, int64_t out_stride) {
     for (int64_t r = 0; r < rows; r++) {
         for (int64_t d = 0; d < width; d += LANES) {
             vec total = v_zero();
@@ -91,7 +96,7 @@ static void select_product(int64_t rows, int64_t inner, const real *weights, con
                 int64_t first = c, end = inner - c < CHAIN ? inner : c + CHAIN;
                 for (; c < end; c++) {
                     real weight = weights[r * CUT + c];
-                    if (!signbit(weight)) sum = v_fma(v_all(weight), v_load(v + c * width + d), sum);
+                    if (!signbit(weight)) sum = v_fma(v_all(weight), v_load(v + c * v_stride + d), sum);
                 }
                 total = first == 0 ? sum : v_add(total, sum);
             }
@@ -120,12 +125,12 @@ INLINE real mask_and_find_largest(const attn_rows *rows, const attn_keys *keys, 
 static void attn_block(const attn_rows *rows, const attn_keys *keys, tile_range range, const real *q, real *scratch,
                        attn_partial *partial) {
     real *bias = scratch, *scores = bias + CUT, *reference = partial->reference, *sum = partial->sum;
-    tile_scores(rows, keys, q, range.begin, range.end, scores);
-
-    /* Two passes over the rows: in each of them no row waits for another. */
     const attn_problem *p = rows->problem;
     bool has_mask = (p->mask.data != NULL || p->padding.data != NULL) && !keys->extra;
     bool mark_masked = keys->has_non_finite_values && (has_mask || !range.all_seen);
+    tile_scores(rows, keys, q, range.begin, range.end, scores);
+
+    /* Two passes over the rows: in each of them no row waits for another. */
     for (int64_t r = 0; r < rows->count; r++) {
         reference[r] = mask_and_find_largest(rows, keys, r, range, has_mask || mark_masked, bias, scores + r * CUT);
     }
@@ -144,13 +149,13 @@ static void attn_block(const attn_rows *rows, const attn_keys *keys, tile_range 
         int64_t width = partial->out_stride - d < PANEL ? partial->out_stride - d : PANEL;
         const real *v = (const real *)keys->v + d * keys->capacity + first * width;
         int64_t v_stride = width;
-        if (keys->in_place) {
+        if (keys->v_in_place) {
             v = (const real *)keys->v + first * keys->v_stride + d;
             v_stride = keys->v_stride;
         }
         real *out = (real *)partial->out + d;
         if (mark_masked) {
-            select_product(rows->count, inner, scores + first, v, width, out, partial->out_stride);
+            select_product(rows->count, inner, scores + first, v, v_stride, width, out, partial->out_stride);
         } else {
             product(rows->count, inner, scores + first, CUT, v, v_stride, width, out, partial->out_stride);
         }
@@ -225,17 +230,20 @@ static bool copy_sole_value(const attn_rows *rows, int64_t r, real sum, real *ou
 static void attn_finish(const attn_rows *rows, const attn_partial *total) {
     const attn_problem *p = rows->problem;
     int64_t element = (int64_t)rapt_dtype_size(p->dtype);
+    bool stores_in_place = p->dtype == REAL_DTYPE && p->out.stride[3] == 1 && p->value_dim == total->out_stride;
     for (int64_t r = 0; r < rows->count; r++) {
         real reference = ((const real *)total->reference)[r], sum = ((const real *)total->sum)[r];
         real *out = (real *)total->out + r * total->out_stride;
         int64_t head = row_head(rows, r), query = row_query(rows, r);
-        if (reference != (real)-INFINITY && !copy_sole_value(rows, r, sum, out)) {
-            vec inverse = v_all(1 / sum);
-            for (int64_t d = 0; d < total->out_stride; d += LANES) v_store(out + d, v_mul(v_load(out + d), inverse));
-        }
-        for (int64_t d = 0; d < p->value_dim; d++) out[d] += 0; /* final zeros are +0 */
+        bool is_done = reference == (real)-INFINITY || copy_sole_value(rows, r, sum, out);
+        vec factor = v_all(is_done ? 1 : 1 / sum);
         int64_t at = rows->n * p->out.stride[0] + head * p->out.stride[1] + query * p->out.stride[2];
-        store_row(out, p->value_dim, p->out.data + at * element, p->dtype, p->out.stride[3]);
+        char *target = p->out.data + at * element;
+        real *result = stores_in_place ? (real *)(void *)target : out;
+        for (int64_t d = 0; d < total->out_stride; d += LANES) {
+            v_store(result + d, v_add(v_mul(v_load(out + d), factor), v_zero())); /* final zeros are +0 */
+        }
+        if (!stores_in_place) store_row(out, p->value_dim, target, p->dtype, p->out.stride[3]);
         if (p->lse.data != NULL) {
             double lse = ((double)reference + rapt_log2((double)sum)) * 0x1.62e42fefa39efp-1; /* ln 2 */
             int64_t to = rows->n * p->lse.stride[0] + head * p->lse.stride[1] + query * p->lse.stride[2];

@@ -8,8 +8,8 @@
 
 static void linear_panel(const void *x, int64_t stride, int64_t count, int64_t features, const void *panel,
                          int64_t width, void *partial, void *y, int64_t y_stride) {
-    const real *bias = (const real *)panel + features * width;
-    product_with_bias(count, features, x, stride, panel, width, width, bias, partial, width, y, y_stride);
+    sums_to to = {.bias = (const real *)panel + features * width, .c = y, .ldc = y_stride};
+    product_to(count, features, x, stride, panel, width, width, partial, width, to);
 }
 
 #if defined(RAPT_KERNEL_ISA_AVX512)
@@ -32,6 +32,7 @@ extern const rapt_cpu_kernels TABLE;
 const rapt_cpu_kernels TABLE = {
     .pack_columns = pack_columns,
     .pack_rows = pack_rows,
+    .all_finite = all_finite,
     .pack_queries = pack_queries,
     .attn_begin = attn_begin,
     .attn_cut = attn_cut,

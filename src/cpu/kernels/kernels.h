@@ -43,9 +43,9 @@ typedef struct attn_keys {
     bool has_non_finite_values;
     const void *k; /* panels of PANEL keys: [panel][D][PANEL] */
     const void *v; /* panels of PANEL value dimensions: [panel][capacity][PANEL], the last as wide as it must */
-    /* Not packed: k [keys][D] and v [keys][Dv] are rows of reals where they lie, D and Dv multiples of COLUMNS, for at most
-     * IN_PLACE_ROWS rows, which all see all of these keys. */
-    bool in_place;
+    /* Not packed, but rows of reals where they lie, D and Dv multiples of COLUMNS: k [keys][D] for at most IN_PLACE_ROWS
+     * rows, which all see all of these keys; v [keys][Dv]. */
+    bool k_in_place, v_in_place;
     int64_t k_stride, v_stride;
 } attn_keys;
 
@@ -63,6 +63,8 @@ struct rapt_cpu_kernels {
     /* to[r * width + d] = rows[r][d] for d < dim, 0 for dim <= d < width. True if all are finite. */
     bool (*pack_rows)(void *to, int64_t width, const void *rows, rapt_dtype dtype, int64_t count, int64_t dim,
                       int64_t row_stride, int64_t dim_stride);
+    /* Whether all of rows of reals are finite; dim is a multiple of COLUMNS. */
+    bool (*all_finite)(const void *rows, int64_t count, int64_t dim, int64_t row_stride);
     /* Queries [count][D], scaled so that scores come out as powers of two. */
     void (*pack_queries)(const attn_rows *rows, void *q);
     /* A total without keys, to merge into. */

@@ -4,8 +4,13 @@
 
 #include "pack.h"
 
-INLINE int64_t row_query(const attn_rows *rows, int64_t r) { return (rows->first + r) / rows->heads; }
-INLINE int64_t row_head(const attn_rows *rows, int64_t r) { return rows->first_head + (rows->first + r) % rows->heads; }
+/* Without a division where each head has keys of its own. */
+INLINE int64_t row_query(const attn_rows *rows, int64_t r) {
+    return rows->heads == 1 ? rows->first + r : (rows->first + r) / rows->heads;
+}
+INLINE int64_t row_head(const attn_rows *rows, int64_t r) {
+    return rows->heads == 1 ? rows->first_head : rows->first_head + (rows->first + r) % rows->heads;
+}
 
 /* ---- ranges ---- */
 

@@ -43,7 +43,10 @@ INLINE void pack_blocks(real *to, int64_t width, const real *rows, int64_t count
     for (int64_t r = 0; r < count; r += LANES) {
         for (int64_t d = 0; d < dim; d += LANES) {
             vec block[LANES];
-            UNROLL for (int i = 0; i < LANES; i++) block[i] = v_load(rows + (r + i) * row_stride + d);
+            UNROLL for (int i = 0; i < LANES; i++) {
+                block[i] = v_load(rows + (r + i) * row_stride + d);
+                __builtin_prefetch(rows + (r + i + LANES) * row_stride + d);
+            }
             v_transpose(block);
             UNROLL for (int i = 0; i < LANES; i++) v_store(to + (d + i) * width + r, block[i]);
         }
@@ -79,6 +82,24 @@ static void pack_columns(void *panel, int64_t width, const void *rows, rapt_dtyp
     for (int64_t d = 0; d < dim && count < width; d++) {
         memset(to + d * width + count, 0, (size_t)(width - count) * sizeof(real));
     }
+}
+
+static bool all_finite(const void *rows, int64_t count, int64_t dim, int64_t row_stride) {
+    vec trouble[COLUMNS / LANES]; /* x - x is 0, or NaN where x is not finite */
+    UNROLL for (int v = 0; v < COLUMNS / LANES; v++) trouble[v] = v_zero();
+    for (int64_t r = 0; r < count; r++) {
+        const real *row = (const real *)rows + r * row_stride;
+        for (int64_t d = 0; d < dim; d += COLUMNS) {
+            UNROLL for (int v = 0; v < COLUMNS / LANES; v++) {
+                vec x = v_load(row + d + v * LANES);
+                trouble[v] = v_add(trouble[v], v_sub(x, x));
+            }
+        }
+    }
+    real lane[COLUMNS], sum = 0;
+    UNROLL for (int v = 0; v < COLUMNS / LANES; v++) v_store(lane + v * LANES, trouble[v]);
+    for (int i = 0; i < COLUMNS; i++) sum += lane[i];
+    return sum == 0;
 }
 
 static bool pack_rows(void *to, int64_t width, const void *rows, rapt_dtype dtype, int64_t count, int64_t dim,
