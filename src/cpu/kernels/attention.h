@@ -141,7 +141,7 @@ static void attn_block(const attn_rows *rows, const attn_keys *keys, tile_range 
 
     /* Chains are counted from the cut's first key, so the product begins at a chain's; weights before that are 0. */
     int64_t first = range.begin / CHAIN * CHAIN;
-    int64_t inner = (range.end < keys->keys ? range.end : keys->keys) - first;
+    int64_t inner = range.last - first;
     for (int64_t r = 0; r < rows->count && first < range.begin; r++) {
         for (int64_t c = first; c < range.begin; c++) scores[r * CUT + c] = (real)-0.0;
     }

@@ -28,6 +28,7 @@ INLINE void visible_columns(const attn_rows *rows, const attn_keys *keys, int64_
 /* Columns [begin, end) that any of the rows sees, rounded outwards to COLUMNS, and whether all rows see all of them. */
 typedef struct tile_range {
     int64_t begin, end; /* empty if begin >= end */
+    int64_t last;       /* not rounded */
     bool all_seen;
 } tile_range;
 
@@ -39,6 +40,7 @@ INLINE tile_range tile_columns(const attn_rows *rows, const attn_keys *keys) {
     if (low >= last_high) return range;
     range.begin = low / COLUMNS * COLUMNS;
     range.end = rapt_round_up(last_high, COLUMNS);
+    range.last = last_high;
     range.all_seen = last_low <= range.begin && high >= range.end;
     return range;
 }
