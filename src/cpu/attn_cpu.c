@@ -139,9 +139,9 @@ static attn_plan make_plan(const rapt_context *context, const attn_problem *p) {
     size_t unit_table = rapt_size_add(sizeof(attn_unit), cut_table);
     plan.table_bytes = rapt_arena_size(rapt_size_mul(unit_table, (size_t)plan.units));
 
-    /* A lane: a partial and a total, scores and bias [rows + 1][CUT], q [rows][D]; then room to pack a cut; for weights
+    /* A lane: a partial and a total, scores and biases [rows + 2][CUT], q [rows][D]; then room to pack a cut; for weights
      * also whole rows of them. */
-    size_t q_and_scores = rapt_size_mul(plan.real, product_of(plan.room_rows + 1, p->dim + CUT));
+    size_t q_and_scores = rapt_size_mul(plan.real, product_of(plan.room_rows + 2, p->dim + CUT));
     plan.partial_bytes = rapt_arena_size(partial_size(&plan));
     plan.lane_keys = rapt_arena_size(rapt_size_add(q_and_scores, rapt_size_mul(2, plan.partial_bytes)));
     size_t cut = plan.cut_bytes > plan.extra_bytes ? plan.cut_bytes : plan.extra_bytes;
@@ -300,7 +300,7 @@ static lane_scratch scratch_of(const attn_job *job, int32_t lane) {
     scratch.partial = partial_at(plan, memory);
     scratch.total = partial_at(plan, memory + plan->partial_bytes);
     scratch.scores = memory + 2 * plan->partial_bytes;
-    scratch.q = (char *)scratch.scores + plan->real * (size_t)((plan->room_rows + 1) * CUT);
+    scratch.q = (char *)scratch.scores + plan->real * (size_t)((plan->room_rows + 2) * CUT);
     scratch.packed = memory + plan->lane_keys;
     scratch.weights = memory + plan->lane_bytes;
     return scratch;

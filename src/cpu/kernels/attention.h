@@ -107,32 +107,34 @@ static void select_product(int64_t rows, int64_t inner, const real *weights, con
 
 /* The largest score that a row sees, with band and masks brought in: -inf if it sees none. */
 INLINE real mask_and_find_largest(const attn_rows *rows, const attn_keys *keys, int64_t r, tile_range range,
-                                  bool needs_bias, real *bias, real *t) {
+                                  bool needs_bias, padding_bias padding, real *bias, real *t) {
     int64_t begin = range.begin, end = range.end;
     if (needs_bias) {
-        if (!mask_row(rows, keys, r, begin, end, bias, t)) return (real)-INFINITY;
+        mask_row(rows, keys, r, begin, end, padding, bias, t);
     } else if (!range.all_seen) {
         if (!band_row(rows, keys, r, begin, end, t)) return (real)-INFINITY;
     }
     real largest = largest_score(t, begin, end);
     if (largest > LOWEST) return largest;
     /* Every score that is seen is the lowest number, or overflowed, or NaN: what is masked must be told apart now. */
-    if (!needs_bias) mask_row(rows, keys, r, begin, end, bias, t);
-    return LOWEST;
+    if (!needs_bias) mask_row(rows, keys, r, begin, end, padding, bias, t);
+    return all_masked(t, begin, end) ? (real)-INFINITY : LOWEST;
 }
 
 /* One cut for rows that see much the same columns of it. */
 static void attn_block(const attn_rows *rows, const attn_keys *keys, tile_range range, const real *q, real *scratch,
                        attn_partial *partial) {
-    real *bias = scratch, *scores = bias + CUT, *reference = partial->reference, *sum = partial->sum;
+    real *bias = scratch, *scores = bias + 2 * CUT, *reference = partial->reference, *sum = partial->sum;
     const attn_problem *p = rows->problem;
     bool has_mask = (p->mask.data != NULL || p->padding.data != NULL) && !keys->extra;
     bool mark_masked = keys->has_non_finite_values && (has_mask || !range.all_seen);
     tile_scores(rows, keys, q, range.begin, range.end, scores);
 
     /* Two passes over the rows: in each of them no row waits for another. */
+    padding_bias padding = load_padding(rows, keys, bias + CUT);
     for (int64_t r = 0; r < rows->count; r++) {
-        reference[r] = mask_and_find_largest(rows, keys, r, range, has_mask || mark_masked, bias, scores + r * CUT);
+        reference[r] =
+            mask_and_find_largest(rows, keys, r, range, has_mask || mark_masked, padding, bias, scores + r * CUT);
     }
     for (int64_t r = 0; r < rows->count; r++) {
         bool mark = mark_masked || reference[r] <= LOWEST;
@@ -259,13 +261,14 @@ static void attn_weights(const attn_rows *rows, const attn_keys *keys, const voi
     tile_range range = tile_columns(rows, keys);
     int64_t begin = range.begin, end = range.end;
     if (begin >= end) return;
-    real *bias = scratch, *scores = bias + CUT;
+    real *bias = scratch, *scores = bias + 2 * CUT;
+    padding_bias padding = load_padding(rows, keys, bias + CUT);
     tile_scores(rows, keys, q, begin, end, scores);
     int64_t last = end < keys->keys ? end : keys->keys;
     for (int64_t r = 0; r < rows->count; r++) {
         real *t = scores + r * CUT;
         /* With the bias even where there is no mask: it lifts scores that overflowed to -inf off the masked ones. */
-        if (!mask_row(rows, keys, r, begin, end, bias, t)) continue;
+        mask_row(rows, keys, r, begin, end, padding, bias, t);
         vec row_reference = v_all(((const real *)reference)[r]), row_sum = v_all(((const real *)sum)[r]);
         for (int64_t c = begin; c < end; c += LANES) {
             vec score = v_load(t + c);

@@ -70,7 +70,7 @@ struct rapt_cpu_kernels {
     /* A total without keys, to merge into. */
     void (*attn_begin)(int64_t rows, attn_partial *total);
     /* One cut for some rows, from nothing. False, with nothing written, if no row sees any of its keys.
-     * q [count][D]; scratch [count + 1][CUT] reals. */
+     * q [count][D]; scratch [count + 2][CUT] reals. */
     bool (*attn_cut)(const attn_rows *rows, const attn_keys *keys, const void *q, void *scratch, attn_partial *partial);
     /* total += partial. Scaling by powers of two is exact, so each sum is rounded once. */
     void (*attn_merge)(int64_t rows, attn_partial *total, const attn_partial *partial);

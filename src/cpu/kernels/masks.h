@@ -49,8 +49,8 @@ INLINE tile_range tile_columns(const attn_rows *rows, const attn_keys *keys) {
 
 /* A sum or product of finite numbers stays one, however large; what was +inf before stays +inf. */
 INLINE vec v_keep_finite(vec result, vec before) {
-    vec low = v_max_or_second(v_all(LOWEST), result), negated = v_max_or_second(v_all(LOWEST), v_sub(v_zero(), low));
-    return v_where_masked(v_sub(v_zero(), before), v_all((real)INFINITY), v_sub(v_zero(), negated));
+    vec kept = v_min_or_second(v_all(-LOWEST), v_max_or_second(v_all(LOWEST), result));
+    return v_where_equal(before, (real)INFINITY, before, kept);
 }
 
 /* A mask for `count` keys as numbers to add, -inf where it masks. True if there are others than 0 and -inf. */
@@ -73,6 +73,21 @@ static bool load_mask(const attn_mask *mask, int64_t offset, int64_t count, real
     return true;
 }
 
+/* What key_padding_mask adds to all rows of a sequence, for the columns of a cut. NULL if there is none. */
+typedef struct padding_bias {
+    const real *bias; /* [CUT] */
+    bool has_numbers; /* others than 0 and -inf */
+} padding_bias;
+
+INLINE padding_bias load_padding(const attn_rows *rows, const attn_keys *keys, real *bias) {
+    const attn_mask *padding = &rows->problem->padding;
+    if (padding->data == NULL || keys->extra) return (padding_bias){0};
+    int64_t at = rows->n * padding->stride[0] + keys->first_key * padding->stride[3];
+    bool has_numbers = load_mask(padding, at, keys->keys, bias);
+    for (int64_t c = keys->keys; c % COLUMNS != 0; c++) bias[c] = (real)-INFINITY;
+    return (padding_bias){.bias = bias, .has_numbers = has_numbers};
+}
+
 INLINE void add_padding(real *bias, const real *padding, int64_t begin, int64_t end) {
     for (int64_t c = begin; c < end; c += LANES) {
         vec m = v_load(bias + c), p = v_load(padding + c), sum = v_keep_finite(v_keep_finite(v_add(m, p), m), p);
@@ -81,53 +96,56 @@ INLINE void add_padding(real *bias, const real *padding, int64_t begin, int64_t 
 }
 
 /* What is added to the scores of one row in the columns [begin, end), in natural units; -inf for what it does not see.
- * True if there are others than 0 and -inf. */
-static bool bias_row(const attn_rows *rows, const attn_keys *keys, int64_t r, int64_t begin, int64_t end, real *bias) {
+ * Padding that only masks need not be in it. It is put into `bias` unless it lies somewhere already. */
+INLINE const real *bias_row(const attn_rows *rows, const attn_keys *keys, int64_t r, int64_t begin, int64_t end,
+                            padding_bias padding, real *bias, bool *has_numbers) {
     const attn_problem *p = rows->problem;
     int64_t low, high;
     visible_columns(rows, keys, r, &low, &high);
     if (low > end || high < begin || low > high) low = high = begin;
-    int64_t count = high - low, first = keys->first_key + low;
-    bool has_mask = p->mask.data != NULL && !keys->extra, has_padding = p->padding.data != NULL && !keys->extra;
-    bool has_numbers = false;
-    const int64_t *m = p->mask.stride, *d = p->padding.stride;
-    int64_t mask_at = rows->n * m[0] + row_head(rows, r) * m[1] + row_query(rows, r) * m[2] + first * m[3];
-    int64_t padding_at = rows->n * d[0] + first * d[3];
+    bool has_mask = p->mask.data != NULL && !keys->extra, sees_all = low <= begin && high >= end;
+    *has_numbers = padding.has_numbers;
+    if (!has_mask && padding.bias != NULL && sees_all) return padding.bias;
     if (has_mask) {
-        has_numbers = load_mask(&p->mask, mask_at, count, bias + low);
-    } else if (has_padding) {
-        has_numbers = load_mask(&p->padding, padding_at, count, bias + low);
+        const int64_t *m = p->mask.stride;
+        int64_t at = rows->n * m[0] + row_head(rows, r) * m[1] + row_query(rows, r) * m[2] + keys->first_key * m[3];
+        if (!padding.has_numbers && sees_all && p->mask.dtype == REAL_DTYPE && m[3] == 1) {
+            *has_numbers = true;
+            return (const real *)p->mask.data + at;
+        }
+        *has_numbers |= load_mask(&p->mask, at + low * m[3], high - low, bias + low);
     } else {
-        memset(bias + low, 0, (size_t)count * sizeof(real));
+        memset(bias + low, 0, (size_t)(high - low) * sizeof(real));
     }
     for (int64_t c = begin; c < low; c++) bias[c] = (real)-INFINITY;
     for (int64_t c = high; c < end; c++) bias[c] = (real)-INFINITY;
-    if (has_mask && has_padding) {
-        real padding[CUT] = {0};
-        has_numbers |= load_mask(&p->padding, padding_at, count, padding + low);
-        add_padding(bias, padding, begin, end);
-    }
-    return has_numbers;
+    if (padding.has_numbers) add_padding(bias, padding.bias, begin, end);
+    return bias;
 }
 
-/* Adds the bias to the scores of a row. What is masked becomes -inf, whatever was there; the rest is at least the lowest
- * number. False if all is masked. */
-INLINE bool add_bias(real *t, const real *bias, int64_t begin, int64_t end, bool has_numbers) {
-    vec unmasked = v_zero();
+/* Brings band and masks into the scores of one row: what is masked becomes -inf, whatever was there; the rest is at least
+ * the lowest number. */
+static void mask_row(const attn_rows *rows, const attn_keys *keys, int64_t r, int64_t begin, int64_t end,
+                     padding_bias padding, real *bias, real *t) {
+    bool has_numbers, only_masks = padding.bias != NULL && !padding.has_numbers;
+    const real *added = bias_row(rows, keys, r, begin, end, padding, bias, &has_numbers);
     for (int64_t c = begin; c < end; c += LANES) {
-        vec m = v_load(bias + c), score = v_load(t + c);
+        vec m = v_load(added + c), score = v_load(t + c);
+        if (only_masks) {
+            vec p = v_load(padding.bias + c);
+            m = v_where_masked(p, p, m);
+        }
         if (has_numbers) score = v_add(score, v_keep_finite(v_mul(m, v_all(LOG2_E)), m));
         v_store(t + c, v_where_masked(m, m, v_max_or_second(v_all(LOWEST), score)));
-        unmasked = v_add(unmasked, v_where_masked(m, v_zero(), v_all(1)));
     }
-    return v_largest(unmasked) > 0;
 }
 
-/* Brings band and masks into the scores of one row, as above. */
-static bool mask_row(const attn_rows *rows, const attn_keys *keys, int64_t r, int64_t begin, int64_t end, real *bias,
-                     real *t) {
-    bool has_numbers = bias_row(rows, keys, r, begin, end, bias);
-    return add_bias(t, bias, begin, end, has_numbers);
+/* Whether all scores of a row are masked. */
+INLINE bool all_masked(const real *t, int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; c++) {
+        if (t[c] != (real)-INFINITY) return false;
+    }
+    return true;
 }
 
 /* The band alone, which leaves what is seen as it is. */

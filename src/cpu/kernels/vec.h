@@ -6,10 +6,10 @@
  *
  *   v_fma(a, b, c)             a * b + c, rounded once
  *   v_round(x)                 to the nearest integer, ties to even
- *   v_max_or_second(a, b)      a > b ? a : b, so b when either is NaN
+ *   v_max_or_second(a, b)      a > b ? a : b, so b when either is NaN; v_min_or_second likewise
  *   v_times_pow2(x, k)         x * 2^k for integers k <= 0, and exactly 0 below LEAST_POWER (never a denormal power),
  *                              whatever x; else a NaN in x or k stays NaN
- *   v_where_masked(s, t, o)    t in the lanes where s is -inf, else o
+ *   v_where_equal(x, a, t, o)  t in the lanes where x equals a, else o
  *   v_transpose(rows)          a LANES x LANES block in place
  *   v_sum(x), v_largest(x)     over the lanes, folded in halves: lane i with lane i + LANES / 2, and so on
  */
@@ -61,5 +61,10 @@ typedef uint64_t bits;
 #else
 #include "vec_baseline.h"
 #endif
+
+/* Masked scores are -inf. */
+INLINE vec v_where_masked(vec score, vec then, vec otherwise) {
+    return v_where_equal(score, (real)-INFINITY, then, otherwise);
+}
 
 #endif

@@ -18,13 +18,14 @@ INLINE vec v_div(vec a, vec b) { return _mm256_div_ps(a, b); }
 INLINE vec v_fma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE vec v_round(vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 INLINE vec v_max_or_second(vec a, vec b) { return _mm256_max_ps(a, b); }
+INLINE vec v_min_or_second(vec a, vec b) { return _mm256_min_ps(a, b); }
 INLINE vec v_times_pow2(vec x, vec k) {
     __m256i power = _mm256_slli_epi32(_mm256_castps_si256(v_add(k, v_all(POWER_MAGIC))), MANTISSA_BITS);
     __m256 keep = _mm256_cmp_ps(k, v_all(LEAST_POWER), _CMP_NLT_UQ);
     return _mm256_and_ps(keep, v_mul(x, _mm256_castsi256_ps(power)));
 }
-INLINE vec v_where_masked(vec score, vec then, vec otherwise) {
-    return _mm256_blendv_ps(otherwise, then, _mm256_cmp_ps(score, v_all(-INFINITY), _CMP_EQ_OQ));
+INLINE vec v_where_equal(vec x, real to, vec then, vec otherwise) {
+    return _mm256_blendv_ps(otherwise, then, _mm256_cmp_ps(x, v_all(to), _CMP_EQ_OQ));
 }
 INLINE void v_transpose(vec x[LANES]) {
     vec t[8];
@@ -61,13 +62,14 @@ INLINE vec v_div(vec a, vec b) { return _mm256_div_pd(a, b); }
 INLINE vec v_fma(vec a, vec b, vec c) { return _mm256_fmadd_pd(a, b, c); }
 INLINE vec v_round(vec x) { return _mm256_round_pd(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 INLINE vec v_max_or_second(vec a, vec b) { return _mm256_max_pd(a, b); }
+INLINE vec v_min_or_second(vec a, vec b) { return _mm256_min_pd(a, b); }
 INLINE vec v_times_pow2(vec x, vec k) {
     __m256i power = _mm256_slli_epi64(_mm256_castpd_si256(v_add(k, v_all(POWER_MAGIC))), MANTISSA_BITS);
     __m256d keep = _mm256_cmp_pd(k, v_all(LEAST_POWER), _CMP_NLT_UQ);
     return _mm256_and_pd(keep, v_mul(x, _mm256_castsi256_pd(power)));
 }
-INLINE vec v_where_masked(vec score, vec then, vec otherwise) {
-    return _mm256_blendv_pd(otherwise, then, _mm256_cmp_pd(score, v_all((real)-INFINITY), _CMP_EQ_OQ));
+INLINE vec v_where_equal(vec x, real to, vec then, vec otherwise) {
+    return _mm256_blendv_pd(otherwise, then, _mm256_cmp_pd(x, v_all(to), _CMP_EQ_OQ));
 }
 INLINE void v_transpose(vec x[LANES]) {
     vec a = _mm256_unpacklo_pd(x[0], x[1]), b = _mm256_unpackhi_pd(x[0], x[1]);

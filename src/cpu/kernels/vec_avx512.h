@@ -18,11 +18,12 @@ INLINE vec v_div(vec a, vec b) { return _mm512_div_ps(a, b); }
 INLINE vec v_fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE vec v_round(vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 INLINE vec v_max_or_second(vec a, vec b) { return _mm512_max_ps(a, b); }
+INLINE vec v_min_or_second(vec a, vec b) { return _mm512_min_ps(a, b); }
 INLINE vec v_times_pow2(vec x, vec k) {
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(k, v_all(LEAST_POWER), _CMP_NLT_UQ), x, k);
 }
-INLINE vec v_where_masked(vec score, vec then, vec otherwise) {
-    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(score, v_all(-INFINITY), _CMP_EQ_OQ), otherwise, then);
+INLINE vec v_where_equal(vec x, real to, vec then, vec otherwise) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, v_all(to), _CMP_EQ_OQ), otherwise, then);
 }
 INLINE void v_transpose(vec x[LANES]) {
     vec t[16];
@@ -65,11 +66,12 @@ INLINE vec v_div(vec a, vec b) { return _mm512_div_pd(a, b); }
 INLINE vec v_fma(vec a, vec b, vec c) { return _mm512_fmadd_pd(a, b, c); }
 INLINE vec v_round(vec x) { return _mm512_roundscale_pd(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 INLINE vec v_max_or_second(vec a, vec b) { return _mm512_max_pd(a, b); }
+INLINE vec v_min_or_second(vec a, vec b) { return _mm512_min_pd(a, b); }
 INLINE vec v_times_pow2(vec x, vec k) {
     return _mm512_maskz_scalef_pd(_mm512_cmp_pd_mask(k, v_all(LEAST_POWER), _CMP_NLT_UQ), x, k);
 }
-INLINE vec v_where_masked(vec score, vec then, vec otherwise) {
-    return _mm512_mask_blend_pd(_mm512_cmp_pd_mask(score, v_all((real)-INFINITY), _CMP_EQ_OQ), otherwise, then);
+INLINE vec v_where_equal(vec x, real to, vec then, vec otherwise) {
+    return _mm512_mask_blend_pd(_mm512_cmp_pd_mask(x, v_all(to), _CMP_EQ_OQ), otherwise, then);
 }
 INLINE void v_transpose(vec x[LANES]) {
     vec t[8];

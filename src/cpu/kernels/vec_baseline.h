@@ -40,12 +40,13 @@ INLINE vec v_round(vec x) {
     return v_select(small, (x + magic) - magic, x);
 }
 INLINE vec v_max_or_second(vec a, vec b) { return v_select((vec_bits)(a > b), a, b); }
+INLINE vec v_min_or_second(vec a, vec b) { return v_select((vec_bits)(a < b), a, b); }
 INLINE vec v_times_pow2(vec x, vec k) {
     vec_bits power = (vec_bits)(k + v_all(POWER_MAGIC)) << MANTISSA_BITS;
     return (vec)((vec_bits)(x * (vec)power) & ~(vec_bits)(k < v_all(LEAST_POWER)));
 }
-INLINE vec v_where_masked(vec score, vec then, vec otherwise) {
-    return v_select((vec_bits)(score == v_all((real)-INFINITY)), then, otherwise);
+INLINE vec v_where_equal(vec x, real to, vec then, vec otherwise) {
+    return v_select((vec_bits)(x == v_all(to)), then, otherwise);
 }
 INLINE void v_transpose(vec x[LANES]) {
     for (int i = 0; i < LANES; i++) {

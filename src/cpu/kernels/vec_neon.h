@@ -18,13 +18,14 @@ INLINE vec v_div(vec a, vec b) { return vdivq_f32(a, b); }
 INLINE vec v_fma(vec a, vec b, vec c) { return vfmaq_f32(c, a, b); }
 INLINE vec v_round(vec x) { return vrndnq_f32(x); }
 INLINE vec v_max_or_second(vec a, vec b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
+INLINE vec v_min_or_second(vec a, vec b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
 INLINE vec v_times_pow2(vec x, vec k) {
     uint32x4_t power = vshlq_n_u32(vreinterpretq_u32_f32(v_add(k, v_all(POWER_MAGIC))), MANTISSA_BITS);
     uint32x4_t result = vreinterpretq_u32_f32(v_mul(x, vreinterpretq_f32_u32(power)));
     return vreinterpretq_f32_u32(vbicq_u32(result, vcltq_f32(k, v_all(LEAST_POWER))));
 }
-INLINE vec v_where_masked(vec score, vec then, vec otherwise) {
-    return vbslq_f32(vceqq_f32(score, v_all(-INFINITY)), then, otherwise);
+INLINE vec v_where_equal(vec x, real to, vec then, vec otherwise) {
+    return vbslq_f32(vceqq_f32(x, v_all(to)), then, otherwise);
 }
 INLINE void v_transpose(vec x[LANES]) {
     float64x2_t a = vreinterpretq_f64_f32(vzip1q_f32(x[0], x[1])), b = vreinterpretq_f64_f32(vzip2q_f32(x[0], x[1]));
@@ -53,13 +54,14 @@ INLINE vec v_div(vec a, vec b) { return vdivq_f64(a, b); }
 INLINE vec v_fma(vec a, vec b, vec c) { return vfmaq_f64(c, a, b); }
 INLINE vec v_round(vec x) { return vrndnq_f64(x); }
 INLINE vec v_max_or_second(vec a, vec b) { return vbslq_f64(vcgtq_f64(a, b), a, b); }
+INLINE vec v_min_or_second(vec a, vec b) { return vbslq_f64(vcltq_f64(a, b), a, b); }
 INLINE vec v_times_pow2(vec x, vec k) {
     uint64x2_t power = vshlq_n_u64(vreinterpretq_u64_f64(v_add(k, v_all(POWER_MAGIC))), MANTISSA_BITS);
     uint64x2_t result = vreinterpretq_u64_f64(v_mul(x, vreinterpretq_f64_u64(power)));
     return vreinterpretq_f64_u64(vbicq_u64(result, vcltq_f64(k, v_all(LEAST_POWER))));
 }
-INLINE vec v_where_masked(vec score, vec then, vec otherwise) {
-    return vbslq_f64(vceqq_f64(score, v_all((real)-INFINITY)), then, otherwise);
+INLINE vec v_where_equal(vec x, real to, vec then, vec otherwise) {
+    return vbslq_f64(vceqq_f64(x, v_all(to)), then, otherwise);
 }
 INLINE void v_transpose(vec x[LANES]) {
     vec first = vzip1q_f64(x[0], x[1]);
