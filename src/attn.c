@@ -213,9 +213,11 @@ rapt_status rapt_check_results_apart(rapt_context *context, const rapt_options *
     rapt_tensor arrays[3];
     const int64_t *array[3] = {o->offsets, o->key_start, o->key_lengths};
     const char *array_name[3] = {"offsets", "key_start", "key_lengths"};
-    for (int a = 0; a < 3; a++) arrays[a] = rapt_tensor_of((void *)(uintptr_t)array[a], RAPT_F64, 1, &batch);
-
+    for (int a = 0; a < 3; a++) {
+        if (array[a] != NULL) arrays[a] = rapt_tensor_of((void *)(uintptr_t)array[a], RAPT_F64, 1, &batch);
+    }
     for (int r = 0; r < 3; r++) {
+        if (results[r].tensor == NULL) continue;
         rapt_status status = RAPT_OK;
         const char *name = results[r].name;
         const rapt_tensor *result = results[r].tensor;

@@ -70,6 +70,7 @@ typedef struct attn_plan {
     bool split;                                  /* spread the cuts of a tile over lanes */
     bool in_place;                               /* keys and values are read where they lie */
     bool v_in_place;                             /* values at least */
+    bool masks_some;                             /* of the keys of a unit may be masked for a row */
     bool streams;                                /* a tile packs its cuts itself */
     size_t real;                                 /* bytes of one */
     size_t cut_bytes, extra_bytes, unit_bytes;   /* packed keys and values */
@@ -127,6 +128,7 @@ static attn_plan make_plan(const rapt_context *context, const attn_problem *p) {
     size_t budget = rapt_size_mul(WAVE_BYTES_PER_LANE, (size_t)context->lanes);
     plan.streams = plan.tiles_per_unit == 1;
     plan.in_place = plan.streams && reads_in_place(p, plan.rows_per_unit);
+    plan.masks_some = p->mask.data != NULL || p->padding.data != NULL || p->limit_left || p->limit_right;
     /* Values that already lie as a panel of them would; wider ones lose more to the caches' sets than packing costs. */
     plan.v_in_place = p->dtype == rapt_accumulation_dtype(p->dtype) && p->v.stride[3] == 1 &&
                       p->v.stride[2] == p->value_dim && p->value_dim <= PANEL && p->value_dim % COLUMNS == 0;
@@ -249,7 +251,7 @@ static void pack_keys(const attn_job *job, const attn_unit *unit, int64_t cut, c
     keys->has_non_finite_values = false;
     if (keys->v_in_place) {
         keys->v = v_rows;
-        if (!plan->in_place) { /* where none of them is masked, it does not matter */
+        if (plan->masks_some && !plan->in_place) { /* else it does not matter */
             keys->has_non_finite_values = !job->kernels->all_finite(v_rows, keys->keys, p->value_dim, v->stride[2]);
         }
     } else {
@@ -296,7 +298,7 @@ static attn_partial partial_at(const attn_plan *plan, char *memory) {
 static lane_scratch scratch_of(const attn_job *job, int32_t lane) {
     const attn_plan *plan = &job->plan;
     char *memory = job->lanes + (size_t)lane * (plan->lane_bytes + plan->weights_bytes);
-    lane_scratch scratch = {0};
+    lane_scratch scratch; /* of which keys is filled in for each cut */
     scratch.partial = partial_at(plan, memory);
     scratch.total = partial_at(plan, memory + plan->partial_bytes);
     scratch.scores = memory + 2 * plan->partial_bytes;

@@ -168,8 +168,12 @@ static bool attn_cut(const attn_rows *rows, const attn_keys *keys, const void *q
                      attn_partial *partial) {
     tile_range whole = tile_columns(rows, keys);
     if (whole.begin >= whole.end) return false;
+    int64_t step = 2 * MICRO_ROWS;
+    if (whole.all_seen || rows->count <= step) {
+        attn_block(rows, keys, whole, q, scratch, partial);
+        return true;
+    }
     /* Across the edge of a band, few rows at a time: fewer scores are computed only to be masked. */
-    int64_t step = whole.all_seen ? rows->count : 2 * MICRO_ROWS;
     for (int64_t r = 0; r < rows->count; r += step) {
         attn_rows block = *rows;
         block.first += r;

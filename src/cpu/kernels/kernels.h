@@ -57,7 +57,7 @@ typedef struct attn_partial {
 } attn_partial;
 
 struct rapt_cpu_kernels {
-    /* panel[d * width + r] = rows[r][d] for r < count, 0 for count <= r < width */
+    /* panel[d * width + r] = rows[r][d] for r < count, 0 from there to the next multiple of COLUMNS */
     void (*pack_columns)(void *panel, int64_t width, const void *rows, rapt_dtype dtype, int64_t count, int64_t dim,
                          int64_t row_stride, int64_t dim_stride);
     /* to[r * width + d] = rows[r][d] for d < dim, 0 for dim <= d < width. True if all are finite. */

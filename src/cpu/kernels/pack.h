@@ -79,8 +79,9 @@ static void pack_columns(void *panel, int64_t width, const void *rows, rapt_dtyp
     }
     pack_elements(to, width, rows, dtype, 0, block_rows, block_dims, dim, row_stride, dim_stride);
     pack_elements(to, width, rows, dtype, block_rows, count, 0, dim, row_stride, dim_stride);
-    for (int64_t d = 0; d < dim && count < width; d++) {
-        memset(to + d * width + count, 0, (size_t)(width - count) * sizeof(real));
+    int64_t padded = rapt_round_up(count, COLUMNS);
+    for (int64_t d = 0; d < dim && count < padded; d++) {
+        memset(to + d * width + count, 0, (size_t)(padded - count) * sizeof(real));
     }
 }
 

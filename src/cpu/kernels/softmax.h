@@ -89,7 +89,7 @@ INLINE real softmax_row(real *t, int64_t begin, int64_t end, real largest, bool 
         }
     }
     *sum = sum_of_columns(partial);
-    return v_largest(reference); /* the same in every lane */
+    return v_first(reference); /* the same in every lane */
 }
 
 #endif

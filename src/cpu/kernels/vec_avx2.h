@@ -11,6 +11,7 @@ INLINE vec v_zero(void) { return _mm256_setzero_ps(); }
 INLINE vec v_all(real x) { return _mm256_set1_ps(x); }
 INLINE vec v_load(const real *p) { return _mm256_loadu_ps(p); }
 INLINE void v_store(real *p, vec x) { _mm256_storeu_ps(p, x); }
+INLINE real v_first(vec x) { return _mm256_cvtss_f32(x); }
 INLINE vec v_add(vec a, vec b) { return _mm256_add_ps(a, b); }
 INLINE vec v_sub(vec a, vec b) { return _mm256_sub_ps(a, b); }
 INLINE vec v_mul(vec a, vec b) { return _mm256_mul_ps(a, b); }
@@ -55,6 +56,7 @@ INLINE vec v_zero(void) { return _mm256_setzero_pd(); }
 INLINE vec v_all(real x) { return _mm256_set1_pd(x); }
 INLINE vec v_load(const real *p) { return _mm256_loadu_pd(p); }
 INLINE void v_store(real *p, vec x) { _mm256_storeu_pd(p, x); }
+INLINE real v_first(vec x) { return _mm256_cvtsd_f64(x); }
 INLINE vec v_add(vec a, vec b) { return _mm256_add_pd(a, b); }
 INLINE vec v_sub(vec a, vec b) { return _mm256_sub_pd(a, b); }
 INLINE vec v_mul(vec a, vec b) { return _mm256_mul_pd(a, b); }

@@ -11,6 +11,7 @@ INLINE vec v_zero(void) { return _mm512_setzero_ps(); }
 INLINE vec v_all(real x) { return _mm512_set1_ps(x); }
 INLINE vec v_load(const real *p) { return _mm512_loadu_ps(p); }
 INLINE void v_store(real *p, vec x) { _mm512_storeu_ps(p, x); }
+INLINE real v_first(vec x) { return _mm512_cvtss_f32(x); }
 INLINE vec v_add(vec a, vec b) { return _mm512_add_ps(a, b); }
 INLINE vec v_sub(vec a, vec b) { return _mm512_sub_ps(a, b); }
 INLINE vec v_mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
@@ -59,6 +60,7 @@ INLINE vec v_zero(void) { return _mm512_setzero_pd(); }
 INLINE vec v_all(real x) { return _mm512_set1_pd(x); }
 INLINE vec v_load(const real *p) { return _mm512_loadu_pd(p); }
 INLINE void v_store(real *p, vec x) { _mm512_storeu_pd(p, x); }
+INLINE real v_first(vec x) { return _mm512_cvtsd_f64(x); }
 INLINE vec v_add(vec a, vec b) { return _mm512_add_pd(a, b); }
 INLINE vec v_sub(vec a, vec b) { return _mm512_sub_pd(a, b); }
 INLINE vec v_mul(vec a, vec b) { return _mm512_mul_pd(a, b); }

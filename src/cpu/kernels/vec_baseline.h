@@ -25,6 +25,7 @@ INLINE vec v_load(const real *p) {
     return x;
 }
 INLINE void v_store(real *p, vec x) { memcpy(p, &x, sizeof x); }
+INLINE real v_first(vec x) { return x[0]; }
 INLINE vec v_add(vec a, vec b) { return a + b; }
 INLINE vec v_sub(vec a, vec b) { return a - b; }
 INLINE vec v_mul(vec a, vec b) { return a * b; }

@@ -11,6 +11,7 @@ INLINE vec v_zero(void) { return vdupq_n_f32(0); }
 INLINE vec v_all(real x) { return vdupq_n_f32(x); }
 INLINE vec v_load(const real *p) { return vld1q_f32(p); }
 INLINE void v_store(real *p, vec x) { vst1q_f32(p, x); }
+INLINE real v_first(vec x) { return vgetq_lane_f32(x, 0); }
 INLINE vec v_add(vec a, vec b) { return vaddq_f32(a, b); }
 INLINE vec v_sub(vec a, vec b) { return vsubq_f32(a, b); }
 INLINE vec v_mul(vec a, vec b) { return vmulq_f32(a, b); }
@@ -47,6 +48,7 @@ INLINE vec v_zero(void) { return vdupq_n_f64(0); }
 INLINE vec v_all(real x) { return vdupq_n_f64(x); }
 INLINE vec v_load(const real *p) { return vld1q_f64(p); }
 INLINE void v_store(real *p, vec x) { vst1q_f64(p, x); }
+INLINE real v_first(vec x) { return vgetq_lane_f64(x, 0); }
 INLINE vec v_add(vec a, vec b) { return vaddq_f64(a, b); }
 INLINE vec v_sub(vec a, vec b) { return vsubq_f64(a, b); }
 INLINE vec v_mul(vec a, vec b) { return vmulq_f64(a, b); }
