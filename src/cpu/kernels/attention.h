@@ -121,24 +121,43 @@ INLINE real mask_and_find_largest(const attn_rows *rows, const attn_keys *keys, 
     return all_masked(t, begin, end) ? (real)-INFINITY : LOWEST;
 }
 
+/* Weights of rows of which some may not see all columns, or see no score that is a number. */
+static __attribute__((noinline)) void masked_softmax(const attn_rows *rows, const attn_keys *keys, tile_range range,
+                                                     bool mark_masked, real *scratch, attn_partial *partial) {
+    real *bias = scratch, *scores = bias + 2 * CUT, *reference = partial->reference, *sum = partial->sum;
+    padding_bias padding = load_padding(rows, keys, bias + CUT);
+    bool needs_bias = mark_masked || padding.bias != NULL || (rows->problem->mask.data != NULL && !keys->extra);
+    for (int64_t r = 0; r < rows->count; r++) {
+        real *t = scores + r * CUT;
+        reference[r] = mask_and_find_largest(rows, keys, r, range, needs_bias, padding, bias, t);
+    }
+    for (int64_t r = 0; r < rows->count; r++) {
+        bool mark = mark_masked || reference[r] <= LOWEST;
+        reference[r] = softmax_row(scores + r * CUT, range.begin, range.end, reference[r], mark, &sum[r]);
+    }
+}
+
 /* One cut for rows that see much the same columns of it. */
 static void attn_block(const attn_rows *rows, const attn_keys *keys, tile_range range, const real *q, real *scratch,
                        attn_partial *partial) {
-    real *bias = scratch, *scores = bias + 2 * CUT, *reference = partial->reference, *sum = partial->sum;
+    real *scores = scratch + 2 * CUT, *reference = partial->reference, *sum = partial->sum;
     const attn_problem *p = rows->problem;
     bool has_mask = (p->mask.data != NULL || p->padding.data != NULL) && !keys->extra;
     bool mark_masked = keys->has_non_finite_values && (has_mask || !range.all_seen);
     tile_scores(rows, keys, q, range.begin, range.end, scores);
 
     /* Two passes over the rows: in each of them no row waits for another. */
-    padding_bias padding = load_padding(rows, keys, bias + CUT);
-    for (int64_t r = 0; r < rows->count; r++) {
-        reference[r] =
-            mask_and_find_largest(rows, keys, r, range, has_mask || mark_masked, padding, bias, scores + r * CUT);
+    bool is_plain = !has_mask && range.all_seen;
+    for (int64_t r = 0; r < rows->count && is_plain; r++) {
+        reference[r] = largest_score(scores + r * CUT, range.begin, range.end);
+        is_plain = reference[r] > LOWEST;
     }
-    for (int64_t r = 0; r < rows->count; r++) {
-        bool mark = mark_masked || reference[r] <= LOWEST;
-        reference[r] = softmax_row(scores + r * CUT, range.begin, range.end, reference[r], mark, &sum[r]);
+    if (is_plain) {
+        for (int64_t r = 0; r < rows->count; r++) {
+            reference[r] = softmax_row(scores + r * CUT, range.begin, range.end, reference[r], false, &sum[r]);
+        }
+    } else {
+        masked_softmax(rows, keys, range, mark_masked, scratch, partial);
     }
 
     /* Chains are counted from the cut's first key, so the product begins at a chain's; weights before that are 0. */
@@ -221,8 +240,7 @@ static void attn_merge(int64_t rows, attn_partial *total, const attn_partial *pa
 /* A query that sees a single key gets its value as it is, whatever the score, an overflow included: weight / weight is 1,
  * but (weight * value) / weight need not be the value, and a single token that takes the short way through the layer
  * must get these bits too. */
-static bool copy_sole_value(const attn_rows *rows, int64_t r, real sum, real *out) {
-    if (sum < (real)0.7 || sum > (real)1.42) return false; /* a lone weight is 2^r with |r| <= 1/2, or NaN */
+static __attribute__((noinline)) bool copy_sole_value(const attn_rows *rows, int64_t r, real *out) {
     const attn_problem *p = rows->problem;
     int64_t key = rapt_sole_key(p, rows->n, row_head(rows, r), row_query(rows, r));
     if (key < 0) return false;
@@ -241,7 +259,8 @@ static void attn_finish(const attn_rows *rows, const attn_partial *total) {
         real reference = ((const real *)total->reference)[r], sum = ((const real *)total->sum)[r];
         real *out = (real *)total->out + r * total->out_stride;
         int64_t head = row_head(rows, r), query = row_query(rows, r);
-        bool is_done = reference == (real)-INFINITY || copy_sole_value(rows, r, sum, out);
+        bool may_be_sole = !(sum < (real)0.7 || sum > (real)1.42); /* a lone weight is 2^r with |r| <= 1/2, or NaN */
+        bool is_done = reference == (real)-INFINITY || (may_be_sole && copy_sole_value(rows, r, out));
         vec factor = v_all(is_done ? 1 : 1 / sum);
         int64_t at = rows->n * p->out.stride[0] + head * p->out.stride[1] + query * p->out.stride[2];
         char *target = p->out.data + at * element;
