@@ -18,6 +18,8 @@
 #include <math.h>
 
 #define TILE_ROWS 48
+#define MOST_TILE_ROWS 72 /* of a unit's only tile, which need not pack for others */
+#define WEIGHTS_ROWS 48   /* whole rows of weights that a lane holds */
 #define WAVE_BYTES_PER_LANE ((size_t)4 << 20)
 
 /* ---- which keys are seen ---- */
@@ -111,8 +113,9 @@ static attn_plan make_plan(const rapt_context *context, const attn_problem *p) {
     attn_plan plan = {.group = p->heads / p->kv_heads, .units = p->batch * p->kv_heads};
     plan.real = rapt_accumulation_size(p->dtype);
     plan.rows_per_unit = p->queries * plan.group;
-    int64_t most_rows = context->tile_rows > 0 ? context->tile_rows : TILE_ROWS;
+    int64_t most_rows = context->tile_rows > 0 ? context->tile_rows : MOST_TILE_ROWS;
     plan.tile_rows = smaller(most_rows, plan.rows_per_unit);
+    if (plan.tile_rows < plan.rows_per_unit && context->tile_rows == 0) plan.tile_rows = TILE_ROWS;
     plan.room_rows = smaller(most_rows, p->queries * p->heads); /* a unit has more rows where KV heads are fewer */
     plan.tiles_per_unit = divide_up(plan.rows_per_unit, plan.tile_rows);
     plan.out_stride = rapt_round_up(p->value_dim, COLUMNS);
@@ -150,7 +153,8 @@ static attn_plan make_plan(const rapt_context *context, const attn_problem *p) {
     plan.lane_bytes = rapt_size_add(plan.lane_keys, cut);
     if (p->weights.data != NULL) {
         int64_t columns = p->keys + p->extra_keys;
-        plan.weights_bytes = rapt_arena_size(rapt_size_mul(plan.real, product_of(plan.room_rows, columns)));
+        plan.weights_bytes =
+            rapt_arena_size(rapt_size_mul(plan.real, product_of(smaller(plan.room_rows, WEIGHTS_ROWS), columns)));
         plan.stats_bytes = rapt_arena_size(rapt_size_mul(2 * plan.real, product_of(p->batch * p->heads, p->queries)));
         if (p->average_weights && rapt_dtype_size(p->dtype) < plan.real) {
             size_t rows = product_of(p->batch, p->queries);
@@ -409,8 +413,8 @@ static void run_weights(void *arg, int64_t item, int32_t lane) {
     const attn_job *job = arg;
     const attn_problem *p = job->problem;
     const attn_plan *plan = &job->plan;
-    int64_t blocks = divide_up(p->queries, plan->tile_rows);
-    int64_t n = job->units[0].n + item / blocks, first = item % blocks * plan->tile_rows;
+    int64_t most = smaller(plan->tile_rows, WEIGHTS_ROWS), blocks = divide_up(p->queries, most);
+    int64_t n = job->units[0].n + item / blocks, first = item % blocks * most;
     int64_t columns = p->keys + p->extra_keys;
     lane_scratch scratch = scratch_of(job, lane);
     for (int64_t u = 0; u < job->unit_count; u++) {
@@ -423,7 +427,7 @@ static void run_weights(void *arg, int64_t item, int32_t lane) {
                               .heads = 1,
                               .first_head = unit->kv_head * plan->group + g,
                               .first = first,
-                              .count = smaller(plan->tile_rows, p->queries - first)};
+                              .count = smaller(most, p->queries - first)};
             size_t stats = plan->real * (size_t)((n * p->heads + rows.first_head) * p->queries + first);
             job->kernels->pack_queries(&rows, scratch.q);
             memset(scratch.weights, 0, plan->real * (size_t)(rows.count * columns));
@@ -460,7 +464,8 @@ static void run_wave(rapt_context *context, attn_job *job, int64_t first_unit) {
     }
     if (p->weights.data != NULL) {
         int64_t sequences = job->units[job->unit_count - 1].n - job->units[0].n + 1;
-        rapt_parallel(context, sequences * divide_up(p->queries, plan->tile_rows), scoring, run_weights, job);
+        int64_t blocks = divide_up(p->queries, smaller(plan->tile_rows, WEIGHTS_ROWS));
+        rapt_parallel(context, sequences * blocks, scoring, run_weights, job);
     }
 }
 

@@ -111,7 +111,7 @@ INLINE real mask_and_find_largest(const attn_rows *rows, const attn_keys *keys, 
     int64_t begin = range.begin, end = range.end;
     if (needs_bias) {
         mask_row(rows, keys, r, begin, end, padding, bias, t);
-    } else if (!range.all_seen) {
+    } else {
         if (!band_row(rows, keys, r, begin, end, t)) return (real)-INFINITY;
     }
     real largest = largest_score(t, begin, end);
@@ -149,6 +149,7 @@ static void attn_block(const attn_rows *rows, const attn_keys *keys, tile_range 
     /* Two passes over the rows: in each of them no row waits for another. */
     bool is_plain = !has_mask && range.all_seen;
     for (int64_t r = 0; r < rows->count && is_plain; r++) {
+        mask_outside(scores + r * CUT, range.begin, range.begin, range.last, range.end);
         reference[r] = largest_score(scores + r * CUT, range.begin, range.end);
         is_plain = reference[r] > LOWEST;
     }

@@ -25,11 +25,11 @@ INLINE void visible_columns(const attn_rows *rows, const attn_keys *keys, int64_
     if (high - keys->first_key < *end) *end = high - keys->first_key;
 }
 
-/* Columns [begin, end) that any of the rows sees, rounded outwards to COLUMNS, and whether all rows see all of them. */
+/* Columns [begin, last) that any of the rows sees, begin rounded down to COLUMNS and last rounded up to end. */
 typedef struct tile_range {
     int64_t begin, end; /* empty if begin >= end */
-    int64_t last;       /* not rounded */
-    bool all_seen;
+    int64_t last;
+    bool all_seen; /* by all rows, from begin to last */
 } tile_range;
 
 INLINE tile_range tile_columns(const attn_rows *rows, const attn_keys *keys) {
@@ -41,7 +41,7 @@ INLINE tile_range tile_columns(const attn_rows *rows, const attn_keys *keys) {
     range.begin = low / COLUMNS * COLUMNS;
     range.end = rapt_round_up(last_high, COLUMNS);
     range.last = last_high;
-    range.all_seen = last_low <= range.begin && high >= range.end;
+    range.all_seen = last_low <= range.begin && high == last_high;
     return range;
 }
 
@@ -148,13 +148,35 @@ INLINE bool all_masked(const real *t, int64_t begin, int64_t end) {
     return true;
 }
 
-/* The band alone, which leaves what is seen as it is. */
+/* ---- the band alone, which leaves what is seen as it is ---- */
+
+#define REPEAT_16(x) x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x
+static const real edges[3 * COLUMNS] = {REPEAT_16((real)-INFINITY), REPEAT_16(0), REPEAT_16((real)-INFINITY)};
+
+INLINE void mask_columns(real *t, const real *edge) {
+    UNROLL for (int v = 0; v < COLUMNS / LANES; v++) {
+        vec m = v_load(edge + v * LANES);
+        v_store(t + v * LANES, v_where_masked(m, m, v_load(t + v * LANES)));
+    }
+}
+
+/* Columns from begin to before low and from high to before end become -inf; whole vectors, since a vector that is read
+ * soon after single numbers were written into it has to wait for them. */
+INLINE void mask_outside(real *t, int64_t begin, int64_t low, int64_t high, int64_t end) {
+    for (int64_t c = begin; c < low; c += COLUMNS) {
+        mask_columns(t + c, edges + COLUMNS - (low - c < COLUMNS ? low - c : COLUMNS));
+    }
+    for (int64_t c = high / COLUMNS * COLUMNS; c < end; c += COLUMNS) {
+        mask_columns(t + c, edges + 2 * COLUMNS - (high > c ? high - c : 0));
+    }
+}
+
+/* False if the row sees nothing. */
 INLINE bool band_row(const attn_rows *rows, const attn_keys *keys, int64_t r, int64_t begin, int64_t end, real *t) {
     int64_t low, high;
     visible_columns(rows, keys, r, &low, &high);
-    if (low >= high) return false;
-    for (int64_t c = begin; c < low; c++) t[c] = (real)-INFINITY;
-    for (int64_t c = high; c < end; c++) t[c] = (real)-INFINITY;
+    if (low >= high || low >= end || high <= begin) return false;
+    mask_outside(t, begin, low, high, end);
     return true;
 }
 
