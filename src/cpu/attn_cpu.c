@@ -20,6 +20,7 @@
 #define TILE_ROWS 48
 #define MOST_TILE_ROWS 72 /* of a unit's only tile, which need not pack for others */
 #define WEIGHTS_ROWS 48   /* whole rows of weights that a lane holds */
+#define FAR_BYTES ((size_t)16 << 20)
 #define WAVE_BYTES_PER_LANE ((size_t)4 << 20)
 
 /* ---- which keys are seen ---- */
@@ -72,6 +73,7 @@ typedef struct attn_plan {
     bool split;                                  /* spread the cuts of a tile over lanes */
     bool in_place;                               /* keys and values are read where they lie */
     bool v_in_place;                             /* values at least */
+    bool is_far;                                 /* all keys and values together hardly fit a cache */
     bool masks_some;                             /* of the keys of a unit may be masked for a row */
     bool streams;                                /* a tile packs its cuts itself */
     size_t real;                                 /* bytes of one */
@@ -131,6 +133,7 @@ static attn_plan make_plan(const rapt_context *context, const attn_problem *p) {
     size_t budget = rapt_size_mul(WAVE_BYTES_PER_LANE, (size_t)context->lanes);
     plan.streams = plan.tiles_per_unit == 1;
     plan.in_place = plan.streams && reads_in_place(p, plan.rows_per_unit);
+    plan.is_far = rapt_size_mul(key_bytes, product_of(plan.units, p->keys)) > FAR_BYTES;
     plan.masks_some = p->mask.data != NULL || p->padding.data != NULL || p->limit_left || p->limit_right;
     /* Values that already lie as a panel of them would; wider ones lose more to the caches' sets than packing costs. */
     plan.v_in_place = p->dtype == rapt_accumulation_dtype(p->dtype) && p->v.stride[3] == 1 &&
@@ -251,6 +254,7 @@ static void pack_keys(const attn_job *job, const attn_unit *unit, int64_t cut, c
     keys->k_stride = k->stride[2];
     keys->v_stride = v->stride[2];
     keys->k_in_place = plan->in_place && !keys->extra;
+    keys->is_far = plan->is_far;
     keys->v_in_place = (plan->in_place || plan->v_in_place) && !keys->extra;
     keys->has_non_finite_values = false;
     if (keys->v_in_place) {

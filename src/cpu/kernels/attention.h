@@ -33,35 +33,49 @@ static void attn_begin(int64_t rows, attn_partial *total) {
     memset(total->out, 0, (size_t)(rows * total->out_stride) * sizeof(real));
 }
 
-/* Scores of R rows with keys that are not packed: blocks of LANES keys by LANES dimensions are transposed in registers,
- * and each score is the same sum as product()'s. */
+/* Keys [c, c + LANES) by LANES dimensions from d on, transposed; unless all are there, those behind the last are zeros. */
+INLINE void load_key_block(const attn_keys *keys, int64_t c, int64_t d, const bool all_there, vec block[LANES]) {
+    const real *k = (const real *)keys->k + c * keys->k_stride + d;
+    if (all_there) {
+        v_load_transposed(k, keys->k_stride, block);
+    } else {
+        real rows[LANES * LANES] = {0};
+        for (int64_t i = 0; c + i < keys->keys; i++) v_store(rows + i * LANES, v_load(k + i * keys->k_stride));
+        v_load_transposed(rows, LANES, block);
+    }
+}
+
+/* Scores of R rows with keys [c, c + LANES) that are not packed, each the same sum as product()'s. */
+INLINE void in_place_columns(const int R, int64_t dim, const attn_keys *keys, const real *q, int64_t c,
+                             const bool all_there, real *scores) {
+    for (int i = 0; i < LANES && keys->is_far; i++) {
+        const real *soon = (const real *)keys->k + (c + 2 * LANES + i) * keys->k_stride;
+        for (int64_t d = 0; d < dim; d += LINE) __builtin_prefetch(soon + d, 0, 2);
+    }
+    vec total[IN_PLACE_ROWS];
+    UNROLL for (int r = 0; r < R; r++) total[r] = v_zero();
+    for (int64_t d = 0; d < dim;) {
+        vec sum[IN_PLACE_ROWS];
+        UNROLL for (int r = 0; r < R; r++) sum[r] = v_zero();
+        bool is_first = d == 0;
+        int64_t chain_end = dim - d < CHAIN ? dim : d + CHAIN;
+        for (; d < chain_end; d += LANES) {
+            vec block[LANES];
+            load_key_block(keys, c, d, all_there, block);
+            UNROLL for (int i = 0; i < LANES; i++) {
+                UNROLL for (int r = 0; r < R; r++) sum[r] = v_fma(v_all(q[r * dim + d + i]), block[i], sum[r]);
+            }
+        }
+        UNROLL for (int r = 0; r < R; r++) total[r] = is_first ? sum[r] : v_add(total[r], sum[r]);
+    }
+    UNROLL for (int r = 0; r < R; r++) v_store(scores + r * CUT + c, total[r]);
+}
+
 INLINE void in_place_scores(const int R, int64_t dim, const attn_keys *keys, const real *q, int64_t begin, int64_t end,
                             real *scores) {
-    for (int64_t c = begin; c < end; c += LANES) {
-        const real *key[LANES]; /* the last one again behind the end, where nothing is seen */
-        for (int i = 0; i < LANES; i++) {
-            int64_t at = c + i < keys->keys ? c + i : keys->keys - 1;
-            key[i] = (const real *)keys->k + at * keys->k_stride;
-        }
-        vec total[IN_PLACE_ROWS];
-        UNROLL for (int r = 0; r < R; r++) total[r] = v_zero();
-        for (int64_t d = 0; d < dim;) {
-            vec sum[IN_PLACE_ROWS];
-            UNROLL for (int r = 0; r < R; r++) sum[r] = v_zero();
-            bool is_first = d == 0;
-            int64_t chain_end = dim - d < CHAIN ? dim : d + CHAIN;
-            for (; d < chain_end; d += LANES) {
-                vec block[LANES];
-                UNROLL for (int i = 0; i < LANES; i++) block[i] = v_load(key[i] + d);
-                v_transpose(block);
-                UNROLL for (int i = 0; i < LANES; i++) {
-                    UNROLL for (int r = 0; r < R; r++) sum[r] = v_fma(v_all(q[r * dim + d + i]), block[i], sum[r]);
-                }
-            }
-            UNROLL for (int r = 0; r < R; r++) total[r] = is_first ? sum[r] : v_add(total[r], sum[r]);
-        }
-        UNROLL for (int r = 0; r < R; r++) v_store(scores + r * CUT + c, total[r]);
-    }
+    int64_t c = begin;
+    for (; c + LANES <= keys->keys && c < end; c += LANES) in_place_columns(R, dim, keys, q, c, true, scores);
+    for (; c < end; c += LANES) in_place_columns(R, dim, keys, q, c, false, scores);
 }
 
 /* Scores [count][CUT] of the columns [begin, end). */

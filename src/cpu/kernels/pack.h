@@ -43,11 +43,8 @@ INLINE void pack_blocks(real *to, int64_t width, const real *rows, int64_t count
     for (int64_t r = 0; r < count; r += LANES) {
         for (int64_t d = 0; d < dim; d += LANES) {
             vec block[LANES];
-            UNROLL for (int i = 0; i < LANES; i++) {
-                block[i] = v_load(rows + (r + i) * row_stride + d);
-                __builtin_prefetch(rows + (r + i + LANES) * row_stride + d);
-            }
-            v_transpose(block);
+            UNROLL for (int i = 0; i < LANES; i++) __builtin_prefetch(rows + (r + i + LANES) * row_stride + d);
+            v_load_transposed(rows + r * row_stride + d, row_stride, block);
             UNROLL for (int i = 0; i < LANES; i++) v_store(to + (d + i) * width + r, block[i]);
         }
     }

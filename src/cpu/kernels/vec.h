@@ -10,7 +10,7 @@
  *   v_times_pow2(x, k)         x * 2^k for integers k <= 0, and exactly 0 below LEAST_POWER (never a denormal power),
  *                              whatever x; else a NaN in x or k stays NaN
  *   v_where_equal(x, a, t, o)  t in the lanes where x equals a, else o
- *   v_transpose(rows)          a LANES x LANES block in place
+ *   v_load_transposed(r, s, x) a LANES x LANES block of which rows lie s apart: x[i] is column i
  *   v_sum(x), v_largest(x)     over the lanes, folded in halves: lane i with lane i + LANES / 2, and so on
  */
 #ifndef RAPT_CPU_KERNELS_VEC_H

@@ -28,19 +28,20 @@ INLINE vec v_times_pow2(vec x, vec k) {
 INLINE vec v_where_equal(vec x, real to, vec then, vec otherwise) {
     return _mm256_blendv_ps(otherwise, then, _mm256_cmp_ps(x, v_all(to), _CMP_EQ_OQ));
 }
-INLINE void v_transpose(vec x[LANES]) {
-    vec t[8];
-    UNROLL for (int i = 0; i < 8; i += 4) { /* 4 x 4 blocks in the halves */
-        vec a = _mm256_unpacklo_ps(x[i], x[i + 1]), b = _mm256_unpackhi_ps(x[i], x[i + 1]);
-        vec c = _mm256_unpacklo_ps(x[i + 2], x[i + 3]), d = _mm256_unpackhi_ps(x[i + 2], x[i + 3]);
-        t[i] = _mm256_shuffle_ps(a, c, 0x44);
-        t[i + 1] = _mm256_shuffle_ps(a, c, 0xee);
-        t[i + 2] = _mm256_shuffle_ps(b, d, 0x44);
-        t[i + 3] = _mm256_shuffle_ps(b, d, 0xee);
-    }
-    UNROLL for (int i = 0; i < 4; i++) {
-        x[i] = _mm256_permute2f128_ps(t[i], t[i + 4], 0x20);
-        x[i + 4] = _mm256_permute2f128_ps(t[i], t[i + 4], 0x31);
+/* Halves of two rows, four rows apart, load into one vector; 4 x 4 blocks in its halves then remain to be transposed. */
+INLINE vec v_load_halves(const real *row, int64_t stride) {
+    return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(row)), _mm_loadu_ps(row + 4 * stride), 1);
+}
+INLINE void v_load_transposed(const real *rows, int64_t stride, vec x[LANES]) {
+    UNROLL for (int i = 0; i < 8; i += 4) {
+        vec r0 = v_load_halves(rows + i, stride), r1 = v_load_halves(rows + stride + i, stride);
+        vec r2 = v_load_halves(rows + 2 * stride + i, stride), r3 = v_load_halves(rows + 3 * stride + i, stride);
+        __m256d a = _mm256_castps_pd(_mm256_unpacklo_ps(r0, r1)), b = _mm256_castps_pd(_mm256_unpackhi_ps(r0, r1));
+        __m256d c = _mm256_castps_pd(_mm256_unpacklo_ps(r2, r3)), d = _mm256_castps_pd(_mm256_unpackhi_ps(r2, r3));
+        x[i] = _mm256_castpd_ps(_mm256_unpacklo_pd(a, c));
+        x[i + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(a, c));
+        x[i + 2] = _mm256_castpd_ps(_mm256_unpacklo_pd(b, d));
+        x[i + 3] = _mm256_castpd_ps(_mm256_unpackhi_pd(b, d));
     }
 }
 #define FOLD_F32(x, OP128, OP1)                                                                                        \
@@ -73,7 +74,8 @@ INLINE vec v_times_pow2(vec x, vec k) {
 INLINE vec v_where_equal(vec x, real to, vec then, vec otherwise) {
     return _mm256_blendv_pd(otherwise, then, _mm256_cmp_pd(x, v_all(to), _CMP_EQ_OQ));
 }
-INLINE void v_transpose(vec x[LANES]) {
+INLINE void v_load_transposed(const real *rows, int64_t stride, vec x[LANES]) {
+    UNROLL for (int i = 0; i < 4; i++) x[i] = v_load(rows + i * stride);
     vec a = _mm256_unpacklo_pd(x[0], x[1]), b = _mm256_unpackhi_pd(x[0], x[1]);
     vec c = _mm256_unpacklo_pd(x[2], x[3]), d = _mm256_unpackhi_pd(x[2], x[3]);
     x[0] = _mm256_permute2f128_pd(a, c, 0x20);

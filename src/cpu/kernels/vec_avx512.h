@@ -26,8 +26,9 @@ INLINE vec v_times_pow2(vec x, vec k) {
 INLINE vec v_where_equal(vec x, real to, vec then, vec otherwise) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, v_all(to), _CMP_EQ_OQ), otherwise, then);
 }
-INLINE void v_transpose(vec x[LANES]) {
+INLINE void v_load_transposed(const real *rows, int64_t stride, vec x[LANES]) {
     vec t[16];
+    UNROLL for (int i = 0; i < 16; i++) x[i] = v_load(rows + i * stride);
     UNROLL for (int i = 0; i < 16; i += 4) { /* 4 x 4 blocks: pairs, then quadruples */
         vec a = _mm512_unpacklo_ps(x[i], x[i + 1]), b = _mm512_unpackhi_ps(x[i], x[i + 1]);
         vec c = _mm512_unpacklo_ps(x[i + 2], x[i + 3]), d = _mm512_unpackhi_ps(x[i + 2], x[i + 3]);
@@ -75,8 +76,9 @@ INLINE vec v_times_pow2(vec x, vec k) {
 INLINE vec v_where_equal(vec x, real to, vec then, vec otherwise) {
     return _mm512_mask_blend_pd(_mm512_cmp_pd_mask(x, v_all(to), _CMP_EQ_OQ), otherwise, then);
 }
-INLINE void v_transpose(vec x[LANES]) {
+INLINE void v_load_transposed(const real *rows, int64_t stride, vec x[LANES]) {
     vec t[8];
+    UNROLL for (int i = 0; i < 8; i++) x[i] = v_load(rows + i * stride);
     UNROLL for (int i = 0; i < 8; i += 2) {
         t[i] = _mm512_unpacklo_pd(x[i], x[i + 1]);
         t[i + 1] = _mm512_unpackhi_pd(x[i], x[i + 1]);

@@ -49,13 +49,10 @@ INLINE vec v_times_pow2(vec x, vec k) {
 INLINE vec v_where_equal(vec x, real to, vec then, vec otherwise) {
     return v_select((vec_bits)(x == v_all(to)), then, otherwise);
 }
-INLINE void v_transpose(vec x[LANES]) {
+INLINE void v_load_transposed(const real *rows, int64_t stride, vec x[LANES]) {
     for (int i = 0; i < LANES; i++) {
-        for (int j = 0; j < i; j++) {
-            real kept = x[i][j];
-            x[i][j] = x[j][i];
-            x[j][i] = kept;
-        }
+        x[i] = v_zero();
+        for (int j = 0; j < LANES; j++) x[i][j] = rows[j * stride + i];
     }
 }
 INLINE real v_sum(vec x) {

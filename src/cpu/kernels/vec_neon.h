@@ -28,7 +28,8 @@ INLINE vec v_times_pow2(vec x, vec k) {
 INLINE vec v_where_equal(vec x, real to, vec then, vec otherwise) {
     return vbslq_f32(vceqq_f32(x, v_all(to)), then, otherwise);
 }
-INLINE void v_transpose(vec x[LANES]) {
+INLINE void v_load_transposed(const real *rows, int64_t stride, vec x[LANES]) {
+    UNROLL for (int i = 0; i < 4; i++) x[i] = v_load(rows + i * stride);
     float64x2_t a = vreinterpretq_f64_f32(vzip1q_f32(x[0], x[1])), b = vreinterpretq_f64_f32(vzip2q_f32(x[0], x[1]));
     float64x2_t c = vreinterpretq_f64_f32(vzip1q_f32(x[2], x[3])), d = vreinterpretq_f64_f32(vzip2q_f32(x[2], x[3]));
     x[0] = vreinterpretq_f32_f64(vzip1q_f64(a, c));
@@ -65,10 +66,10 @@ INLINE vec v_times_pow2(vec x, vec k) {
 INLINE vec v_where_equal(vec x, real to, vec then, vec otherwise) {
     return vbslq_f64(vceqq_f64(x, v_all(to)), then, otherwise);
 }
-INLINE void v_transpose(vec x[LANES]) {
-    vec first = vzip1q_f64(x[0], x[1]);
-    x[1] = vzip2q_f64(x[0], x[1]);
-    x[0] = first;
+INLINE void v_load_transposed(const real *rows, int64_t stride, vec x[LANES]) {
+    vec first = v_load(rows), second = v_load(rows + stride);
+    x[0] = vzip1q_f64(first, second);
+    x[1] = vzip2q_f64(first, second);
 }
 INLINE real v_sum(vec x) { return vgetq_lane_f64(x, 0) + vgetq_lane_f64(x, 1); }
 INLINE real v_largest(vec x) { return vmaxnmvq_f64(x); }
