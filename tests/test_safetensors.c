@@ -107,6 +107,7 @@ static void expect_refusal(const bytes *file, const char *fragment) {
     rapt_safetensors *opened = (rapt_safetensors *)&memory; /* anything but NULL: a failure must overwrite it */
     assert_int_equal(rapt_safetensors_open_memory(ctx, file->data, file->size, &opened), RAPT_ERROR_FORMAT);
     assert_null(opened);
+    assert_message("safetensors: byte "); /* every refusal says where */
     assert_message(fragment);
     assert_int_equal(memory.live, live);
 }
@@ -389,9 +390,9 @@ static const struct {
     {"", "byte 8: the header does not start with '{'"},
     {" {}", "byte 8: the header does not start with '{'"},
     {"[]", "byte 8: the header does not start with '{'"},
-    {"{", "byte 9: the header ends too early"},
-    {"{\"a\"", "byte 12: the header ends too early"},
-    {"{\"a\":", "byte 13: the header ends too early"},
+    {"{", "byte 9: the JSON ends too early"},
+    {"{\"a\"", "byte 12: the JSON ends too early"},
+    {"{\"a\":", "byte 13: the JSON ends too early"},
     {"{a:1}", "byte 9: expected '\"'"},
     {"{'a':1}", "byte 9: expected '\"'"},
     {"{\"a\" 1}", "byte 13: expected ':'"},
@@ -436,7 +437,8 @@ static const struct {
     {"{\"abc", "byte 9: a string does not end"},
     {"{\"abc\\\"", "byte 9: a string does not end"},
     /* keys */
-    {"{" TENSOR("a", "U8", "[4]", "[0,4]") "," TENSOR("a", "U8", "[4]", "[0,4]") "}", "tensor 'a' is there twice"},
+    {"{" TENSOR("a", "U8", "[4]", "[0,4]") "," TENSOR("a", "U8", "[4]", "[0,4]") "}",
+     "byte 61: tensor 'a' is there twice"},
     {"{" TENSOR("a", "U8", "[2]", "[0,2]") "," TENSOR("\\u0061", "U8", "[2]", "[2,4]") "}",
      "tensor 'a' is there twice"},
     {A_BODY("\"dtype\":\"U8\",\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[0,4]"), "'a' has the key 'dtype' twice"},
@@ -456,10 +458,10 @@ static const struct {
     {A_METADATA("{\"k\":{}}"), "expected '\"'"},
     {A_METADATA("{\"k\":[\"v\"]}"), "expected '\"'"},
     {A_METADATA("{\"k\":\"v\",}"), "expected '\"'"},
-    {A_METADATA("{\"k\":\"v\",\"\\u006b\":\"w\"}"), "metadata 'k' twice"},
-    {A_METADATA("{},\"__metadata__\":{}"), "__metadata__ is there twice"},
+    {A_METADATA("{\"k\":\"v\",\"\\u006b\":\"w\"}"), "byte 33: metadata 'k' twice"},
+    {A_METADATA("{},\"__metadata__\":{}"), "byte 27: __metadata__ is there twice"},
     /* dtypes */
-    {"{" TENSOR("a", "F31", "[1]", "[0,4]") "}", "tensor 'a' has an unknown dtype 'F31'"},
+    {"{" TENSOR("a", "F31", "[1]", "[0,4]") "}", "byte 22: tensor 'a' has an unknown dtype 'F31'"},
     {"{" TENSOR("a", "f32", "[1]", "[0,4]") "}", "tensor 'a' has an unknown dtype 'f32'"},
     {"{" TENSOR("a", "F32 ", "[1]", "[0,4]") "}", "tensor 'a' has an unknown dtype 'F32 '"},
     {"{" TENSOR("a", "", "[1]", "[0,4]") "}", "tensor 'a' has an unknown dtype ''"},
@@ -511,7 +513,7 @@ static const struct {
     {"{" TENSOR("a", "U8", "[4]", "[0,4]") "," TENSOR("b", "U8", "[4]", "[0,4]") "}", "overlaps another"},
     {"{" TENSOR("a", "U8", "[4]", "[0,4]") "," TENSOR("b", "U8", "[0]", "[2,2]") "}", "tensor 'b' overlaps another"},
     {"{" TENSOR("a", "U8", "[3]", "[0,3]") "}", "1 bytes follow the last tensor"},
-    {"{}", "4 bytes follow the last tensor"},
+    {"{}", "byte 10: 4 bytes follow the last tensor"},
 };
 
 static void test_broken_rules(void **state) {
@@ -646,7 +648,7 @@ static void test_files_on_disk(void **state) {
     rapt_safetensors *opened = NULL;
 
     assert_int_equal(rapt_safetensors_open(ctx, path, &opened), RAPT_ERROR_FORMAT); /* it is empty as yet */
-    assert_message("safetensors: 0 bytes");
+    assert_message("safetensors: byte 0: 0 bytes");
     bytes file = build_aligned(good_header, GOOD_DATA);
     write_file(path, &file);
     assert_int_equal(rapt_safetensors_open(ctx, path, &opened), RAPT_OK);
