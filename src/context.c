@@ -55,20 +55,27 @@ bool rapt_extra_bytes_are_zero(const void *object, size_t known, size_t given) {
     return true;
 }
 
+rapt_status rapt_check_struct_size(rapt_context *context, const char *name, const char *initialiser, const void *object,
+                                   size_t given, size_t known) {
+    if (given < known) {
+        return rapt_fail(context, RAPT_ERROR_ARGUMENT, "%s.struct_size is %zu, expected %zu (start from %s())", name,
+                         given, known, initialiser);
+    }
+    if (!rapt_extra_bytes_are_zero(object, known, given)) {
+        return rapt_fail(context, RAPT_ERROR_UNSUPPORTED,
+                         "%s sets a field that Rapt %s does not know (struct_size %zu, known %zu)", name,
+                         rapt_version(), given, known);
+    }
+    return RAPT_OK;
+}
+
 /* ---- creation ---- */
 
 /* Fills in everything but the threads and allocates nothing; `context` is only a draft on the caller's stack. */
 static rapt_status settle_config(const rapt_context_config *config, rapt_context *context, int32_t *threads) {
-    if (config->struct_size < sizeof *config) {
-        return rapt_fail(context, RAPT_ERROR_ARGUMENT,
-                         "config.struct_size is %zu, expected %zu (start from rapt_context_config_default())",
-                         config->struct_size, sizeof *config);
-    }
-    if (!rapt_extra_bytes_are_zero(config, sizeof *config, config->struct_size)) {
-        return rapt_fail(context, RAPT_ERROR_UNSUPPORTED,
-                         "config sets a field that Rapt %s does not know (struct_size %zu, known %zu)", rapt_version(),
-                         config->struct_size, sizeof *config);
-    }
+    rapt_status status = rapt_check_struct_size(context, "config", "rapt_context_config_default", config,
+                                                config->struct_size, sizeof *config);
+    if (status != RAPT_OK) return status;
     if ((config->allocator.allocate == NULL) != (config->allocator.release == NULL)) {
         return rapt_fail(context, RAPT_ERROR_NULL, "config.allocator has no %s (set both functions, or neither)",
                          config->allocator.allocate == NULL ? "allocate" : "release");
@@ -84,7 +91,7 @@ static rapt_status settle_config(const rapt_context_config *config, rapt_context
     context->backend_id = config->backend;
     context->backend = config->backend == RAPT_BACKEND_CPU ? &rapt_backend_cpu : &rapt_backend_reference;
 
-    rapt_status status = rapt_choose_isa(context, config->isa);
+    status = rapt_choose_isa(context, config->isa);
     if (status != RAPT_OK) return status;
 
     if (config->pool != NULL && config->parallel_for != NULL) {

@@ -81,6 +81,9 @@ rapt_status rapt_fail(rapt_context *context, rapt_status status, const char *for
 rapt_status rapt_fail_memory(rapt_context *context, size_t bytes);
 /* A config of a newer program may be longer than ours, if what we do not know is unset. */
 bool rapt_extra_bytes_are_zero(const void *object, size_t known, size_t given);
+/* The same as a check; `initialiser` is the function that sets struct_size. */
+rapt_status rapt_check_struct_size(rapt_context *context, const char *name, const char *initialiser, const void *object,
+                                   size_t given, size_t known);
 
 /* Runs work(arg, item, lane) for each item in [0, items) on as many lanes as pay. Items are handed out one by one, so
  * they may be of very different sizes; what one computes never depends on lane or order. `operations` is roughly the
@@ -119,7 +122,7 @@ const char *rapt_shape_text(const rapt_tensor *tensor, char text[RAPT_SHAPE_TEXT
 /* One element as a double, and back, rounded once to nearest: for everything that is not a hot loop. */
 double rapt_load(const void *data, rapt_dtype dtype, int64_t index);
 void rapt_store(void *data, rapt_dtype dtype, int64_t index, double value);
-/* Copies between checked views of equal shape, converting where dtypes differ. */
+/* Copies between checked views of equal shape, converting where dtypes differ. `from` may be unaligned. */
 void rapt_copy_elements(const rapt_tensor *from, const rapt_tensor *to);
 
 /* ---- arithmetic of our own, the same bits everywhere: scalar_math.c, philox.c ---- */

@@ -50,6 +50,11 @@ bool rapt_json_take(rapt_json *j, char c) {
     return rapt_json_take_byte(j, c);
 }
 
+bool rapt_json_ends(rapt_json *j) {
+    skip_space(j);
+    return rapt_json_here(j) < 0;
+}
+
 rapt_status rapt_json_expect(rapt_json *j, char c) {
     if (rapt_json_take(j, c)) return RAPT_OK;
     if (rapt_json_here(j) < 0) return rapt_json_wrong(j, j->at, "the JSON ends too early");
@@ -80,6 +85,15 @@ size_t rapt_utf8_length(const unsigned char *p, size_t left) {
     for (size_t i = 2; i < length; i++)
         if ((p[i] & 0xc0) != 0x80) return 0;
     return length;
+}
+
+bool rapt_is_utf8(const char *string) {
+    const unsigned char *p = (const unsigned char *)string;
+    for (size_t left = strlen(string), length; left > 0; p += length, left -= length) {
+        length = *p < 0x80 ? 1 : rapt_utf8_length(p, left);
+        if (length == 0) return false;
+    }
+    return true;
 }
 
 static rapt_status read_hex4(rapt_json *j, uint32_t *code) {

@@ -23,6 +23,7 @@ typedef struct rapt_json {
 static inline int rapt_json_here(const rapt_json *j) { return j->at < j->length ? j->bytes[j->at] : -1; }
 bool rapt_json_take_byte(rapt_json *j, char c); /* steps over c if it comes next */
 bool rapt_json_take(rapt_json *j, char c);      /* the same after white space */
+bool rapt_json_ends(rapt_json *j);              /* whether nothing but white space is left */
 rapt_status rapt_json_expect(rapt_json *j, char c);
 rapt_status rapt_json_string(rapt_json *j, const char **string);
 rapt_status rapt_json_integer(rapt_json *j, int64_t *number); /* not negative */
@@ -44,5 +45,6 @@ const char *rapt_shown(const char *string, char text[RAPT_SHOWN_SIZE]);
 
 /* The bytes of the UTF-8 character at p that is no ASCII; 0 if there is none. */
 size_t rapt_utf8_length(const unsigned char *p, size_t left);
+bool rapt_is_utf8(const char *string);
 
 #endif

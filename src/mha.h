@@ -42,6 +42,13 @@ rapt_status rapt_mha_take_weights(rapt_context *context, const rapt_mha_weights 
                                   mha_parts *parts);
 rapt_status rapt_mha_settle_config(rapt_context *context, const rapt_mha_config *given, rapt_mha_config *config);
 
+/* A layer with a copy of the parts, converted to the config's dtype. The config is settled; the parts have its shapes, and
+ * may be unaligned and of several dtypes. */
+rapt_status rapt_mha_create_copy(rapt_context *context, const rapt_mha_config *config, const mha_parts *given,
+                                 rapt_mha **layer);
+/* The same for a layer that is there and has the same parts. Cannot fail. */
+void rapt_mha_fill(rapt_context *context, rapt_mha *layer, const mha_parts *given);
+
 /* bias_k and bias_v, and zeros for add_zero_attn: how many extra keys there are, their bytes, and making them. */
 int64_t rapt_mha_extra_keys(const rapt_mha_config *config);
 size_t rapt_mha_extra_bytes(const rapt_mha_config *config);

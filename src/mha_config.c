@@ -5,21 +5,6 @@
 
 typedef long long ll; /* for printf */
 
-static rapt_status check_struct_size(rapt_context *context, const char *name, const void *object, size_t given,
-                                     size_t known) {
-    if (given < known) {
-        return rapt_fail(context, RAPT_ERROR_ARGUMENT,
-                         "%s.struct_size is %zu, expected %zu (start from rapt_mha_%s_default())", name, given, known,
-                         name);
-    }
-    if (!rapt_extra_bytes_are_zero(object, known, given)) {
-        return rapt_fail(context, RAPT_ERROR_UNSUPPORTED,
-                         "%s sets a field that Rapt %s does not know (struct_size %zu, known %zu)", name,
-                         rapt_version(), given, known);
-    }
-    return RAPT_OK;
-}
-
 static rapt_status check_size(rapt_context *context, const char *name, int64_t size, bool may_default) {
     if (size >= 1 || (may_default && size == RAPT_DEFAULT)) return RAPT_OK;
     return rapt_fail(context, RAPT_ERROR_ARGUMENT, "%s is %lld, expected at least 1%s", name, (ll)size,
@@ -72,7 +57,8 @@ static rapt_status check_overflow(rapt_context *context, const rapt_mha_config *
 
 rapt_status rapt_mha_settle_config(rapt_context *context, const rapt_mha_config *given, rapt_mha_config *config) {
     if (given == NULL) return rapt_fail(context, RAPT_ERROR_NULL, "config is NULL");
-    rapt_status status = check_struct_size(context, "config", given, given->struct_size, sizeof *given);
+    rapt_status status =
+        rapt_check_struct_size(context, "config", "rapt_mha_config_default", given, given->struct_size, sizeof *given);
     if (status != RAPT_OK) return status;
     rapt_mha_config c = *given;
     c.struct_size = sizeof c;
@@ -298,7 +284,8 @@ static rapt_status take_biases(rapt_context *context, const rapt_mha_weights *w,
 rapt_status rapt_mha_take_weights(rapt_context *context, const rapt_mha_weights *w, rapt_mha_config *config,
                                   mha_parts *result) {
     if (w == NULL) return rapt_fail(context, RAPT_ERROR_NULL, "weights is NULL");
-    rapt_status status = check_struct_size(context, "weights", w, w->struct_size, sizeof *w);
+    rapt_status status =
+        rapt_check_struct_size(context, "weights", "rapt_mha_weights_default", w, w->struct_size, sizeof *w);
     if (status == RAPT_OK) status = check_size(context, "num_heads", w->num_heads, false);
     if (status == RAPT_OK) status = check_size(context, "num_kv_heads", w->num_kv_heads, true);
     if (status == RAPT_OK) status = check_size(context, "head_dim", w->head_dim, true);

@@ -285,13 +285,7 @@ static void copy_if_present(const rapt_tensor *from, const rapt_tensor *to) {
     if (from->data != NULL) rapt_copy_elements(from, to);
 }
 
-static rapt_status copy_weights(rapt_context *context, rapt_mha *layer, const mha_parts *given) {
-    bias_presence bias = {given->q.bias.data != NULL, given->k.bias.data != NULL, given->v.bias.data != NULL,
-                          given->out.bias.data != NULL};
-    owned_parameters owned = list_owned(layer, bias);
-    rapt_status status = allocate_parameters(context, layer);
-    if (status != RAPT_OK) return status;
-    cut_parts(layer, &owned);
+static void copy_parts(const mha_parts *given, rapt_mha *layer) {
     const mha_projection *from[] = {&given->q, &given->k, &given->v, &given->out};
     const mha_projection *to[] = {&layer->parts.q, &layer->parts.k, &layer->parts.v, &layer->parts.out};
     for (int i = 0; i < 4; i++) {
@@ -300,6 +294,31 @@ static rapt_status copy_weights(rapt_context *context, rapt_mha *layer, const mh
     }
     copy_if_present(&given->bias_k, &layer->parts.bias_k);
     copy_if_present(&given->bias_v, &layer->parts.bias_v);
+}
+
+void rapt_mha_fill(rapt_context *context, rapt_mha *layer, const mha_parts *given) {
+    copy_parts(given, layer);
+    pack(context, layer);
+}
+
+rapt_status rapt_mha_create_copy(rapt_context *context, const rapt_mha_config *config, const mha_parts *given,
+                                 rapt_mha **result) {
+    rapt_mha *layer = allocate_layer(context, config);
+    if (layer == NULL) return RAPT_ERROR_MEMORY;
+    bias_presence bias = {given->q.bias.data != NULL, given->k.bias.data != NULL, given->v.bias.data != NULL,
+                          given->out.bias.data != NULL};
+    owned_parameters owned = list_owned(layer, bias);
+    rapt_status status = allocate_parameters(context, layer);
+    if (status == RAPT_OK) {
+        cut_parts(layer, &owned);
+        status = allocate_packed(context, layer);
+    }
+    if (status != RAPT_OK) {
+        rapt_mha_destroy(layer);
+        return status;
+    }
+    rapt_mha_fill(context, layer, given);
+    *result = layer;
     return RAPT_OK;
 }
 
@@ -336,14 +355,11 @@ static rapt_status create_from_weights(rapt_context *context, const rapt_mha_wei
     mha_parts given;
     rapt_status status = rapt_mha_take_weights(context, weights, &config, &given);
     if (status != RAPT_OK) return status;
+    if (ownership == RAPT_COPY) return rapt_mha_create_copy(context, &config, &given, result);
     rapt_mha *layer = allocate_layer(context, &config);
     if (layer == NULL) return RAPT_ERROR_MEMORY;
-    if (ownership == RAPT_COPY) {
-        status = copy_weights(context, layer, &given);
-    } else {
-        borrow_weights(layer, weights, &given);
-    }
-    if (status == RAPT_OK) status = allocate_packed(context, layer);
+    borrow_weights(layer, weights, &given);
+    status = allocate_packed(context, layer);
     if (status != RAPT_OK) {
         rapt_mha_destroy(layer);
         return status;

@@ -119,6 +119,12 @@ int32_t os_cpu_count(void) {
     return count;
 }
 
+/* NULL for a regular file. */
+static const char *what_it_is(const struct stat *info) {
+    if (S_ISREG(info->st_mode)) return NULL;
+    return S_ISDIR(info->st_mode) ? "is a directory" : "is not a regular file";
+}
+
 const char *os_file_map_open(const char *path, os_file_map *map) {
     /* Without O_NONBLOCK, opening a pipe would wait for a writer. */
     int file = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
@@ -127,8 +133,8 @@ const char *os_file_map_open(const char *path, os_file_map *map) {
     const char *problem = NULL;
     if (fstat(file, &info) != 0) {
         problem = strerror(errno);
-    } else if (!S_ISREG(info.st_mode)) {
-        problem = S_ISDIR(info.st_mode) ? "is a directory" : "is not a regular file";
+    } else if (what_it_is(&info) != NULL) {
+        problem = what_it_is(&info);
     } else if (info.st_size == 0) {
         *map = (os_file_map){0};
     } else {
@@ -146,6 +152,78 @@ const char *os_file_map_open(const char *path, os_file_map *map) {
 void os_file_map_close(os_file_map *map) {
     if (map->size > 0) munmap((void *)(uintptr_t)map->data, map->size);
     *map = (os_file_map){0};
+}
+
+/* ---- new files ---- */
+
+const char *os_new_file_begin(os_new_file *new, const char *path) {
+    struct stat info;
+    bool exists = stat(path, &info) == 0;
+    if (!exists && errno != ENOENT) return strerror(errno);
+    const char *problem = exists ? what_it_is(&info) : NULL;
+    if (problem != NULL) return problem; /* root could replace a device */
+    size_t length = strlen(path);
+    if (length + 1 > sizeof new->path) return strerror(ENAMETOOLONG);
+    memcpy(new->path, path, length + 1);
+    if (exists && realpath(path, new->path) == NULL) return strerror(errno);
+    const char *slash = strrchr(new->path, '/');
+    int folder = slash == NULL ? 0 : (int)(slash - new->path + 1);
+    /* A name is taken only by a process of this number that was killed, or by another thread of this one. */
+    for (unsigned attempt = 0;; attempt++) {
+        int needed = snprintf(new->temporary, sizeof new->temporary, "%.*s.rapt-%lld-%u.tmp", folder, new->path,
+                              (long long)getpid(), attempt);
+        if (needed >= (int)sizeof new->temporary) return strerror(ENAMETOOLONG);
+        new->file = open(new->temporary, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+        if (new->file >= 0) break;
+        if (errno != EEXIST || attempt == 9999) return strerror(errno);
+    }
+    if (exists) (void)fchmod(new->file, info.st_mode & 0777); /* if not, it has the mode of a new one */
+    return NULL;
+}
+
+const char *os_new_file_write(os_new_file *new, const void *data, size_t size) {
+    for (const char *next = data; size > 0;) {
+        size_t most = (size_t)1 << 30; /* Linux writes less than 2 GiB at once */
+        ssize_t written = write(new->file, next, size < most ? size : most);
+        if (written < 0 && errno == EINTR) continue;
+        if (written < 0) return strerror(errno);
+        next += written;
+        size -= (size_t)written;
+    }
+    return NULL;
+}
+
+static int synchronise(int file) {
+    int failed;
+    do failed = fsync(file);
+    while (failed != 0 && errno == EINTR);
+    return failed;
+}
+
+/* The rename lasts once its folder is on disk. Not an error if that fails: after a power cut there may be the old file
+ * again, which is whole as well. */
+static void synchronise_folder(os_new_file *new) {
+    char *slash = strrchr(new->path, '/');
+    if (slash != NULL) slash[slash == new->path ? 1 : 0] = '\0';
+    int folder = open(slash == NULL ? "." : new->path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (folder < 0) return;
+    synchronise(folder);
+    close(folder);
+}
+
+const char *os_new_file_finish(os_new_file *new) {
+    if (synchronise(new->file) != 0) return strerror(errno);
+    int file = new->file;
+    new->file = -1; /* closed even if close fails */
+    if (close(file) != 0) return strerror(errno);
+    if (rename(new->temporary, new->path) != 0) return strerror(errno);
+    synchronise_folder(new);
+    return NULL;
+}
+
+void os_new_file_abandon(os_new_file *new) {
+    if (new->file >= 0) close(new->file);
+    unlink(new->temporary);
 }
 
 #ifdef __x86_64__

@@ -1,4 +1,4 @@
-/* os.h - what Rapt asks of the operating system and the CPU: threads, memory maps, environment, CPU detection,
+/* os.h - what Rapt asks of the operating system and the CPU: threads, memory maps, files, environment, CPU detection,
  * floating-point mode. Another system is another os.c. */
 #ifndef RAPT_OS_H
 #define RAPT_OS_H
@@ -35,6 +35,19 @@ typedef struct os_file_map {
 /* Maps a whole file read-only. On failure returns the system's reason, else NULL. An empty file maps to size 0. */
 const char *os_file_map_open(const char *path, os_file_map *map);
 void os_file_map_close(os_file_map *map);
+
+/* A file that takes a path over all at once: it is written beside it under a name of its own, then renamed. Until the
+ * very end of finish the path is as it was. Each returns the system's reason on failure, else NULL; after a failure of
+ * the latter two comes abandon, which leaves nothing behind. A link is followed. */
+enum { OS_PATH_SIZE = 4096 };
+typedef struct os_new_file {
+    int file;
+    char path[OS_PATH_SIZE], temporary[OS_PATH_SIZE];
+} os_new_file;
+const char *os_new_file_begin(os_new_file *file, const char *path);
+const char *os_new_file_write(os_new_file *file, const void *data, size_t size);
+const char *os_new_file_finish(os_new_file *file);
+void os_new_file_abandon(os_new_file *file);
 
 bool os_cpu_has_avx2_fma(void); /* with the operating system saving the registers */
 bool os_cpu_has_avx512(void);   /* F, BW, DQ and VL */

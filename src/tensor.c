@@ -334,24 +334,51 @@ rapt_status rapt_tensor_slice(rapt_context *context, const rapt_tensor *tensor, 
 
 /* ---- copying ---- */
 
-void rapt_copy_elements(const rapt_tensor *from_any, const rapt_tensor *to_any) {
-    const rapt_tensor from_normalised = rapt_normalised(from_any), to_normalised = rapt_normalised(to_any);
-    const rapt_tensor *from = &from_normalised, *to = &to_normalised;
-    int64_t count = rapt_tensor_count(from), index[RAPT_MAX_DIMS] = {0}, source = 0, target = 0;
-    size_t size = rapt_dtype_size(from->dtype);
-    for (int64_t done = 0; done < count; done++) {
-        if (from->dtype == to->dtype) {
-            memcpy((char *)to->data + target * (int64_t)size, (const char *)from->data + source * (int64_t)size, size);
+typedef struct element_run {
+    char *data;
+    rapt_dtype dtype;
+    int64_t stride;
+} element_run;
+
+/* Elements may be unaligned, as in a file's views, so they are moved by memcpy. */
+static void copy_run(element_run from, element_run to, int64_t count) {
+    size_t size = rapt_dtype_size(from.dtype);
+    bool same = from.dtype == to.dtype;
+    if (same && from.stride == 1 && to.stride == 1) {
+        memcpy(to.data, from.data, (size_t)count * size);
+        return;
+    }
+    int64_t step = from.stride * (int64_t)size, to_step = to.stride * (int64_t)rapt_dtype_size(to.dtype);
+    for (int64_t i = 0; i < count; i++) {
+        const char *source = from.data + i * step;
+        char *target = to.data + i * to_step;
+        if (same) {
+            memcpy(target, source, size);
         } else {
-            rapt_store(to->data, to->dtype, target, rapt_load(from->data, from->dtype, source));
+            uint64_t element; /* room for any */
+            memcpy(&element, source, size);
+            rapt_store(target, to.dtype, 0, rapt_load(&element, from.dtype, 0));
         }
-        for (int32_t d = from->ndim - 1; d >= 0; d--) { /* the next element, as an odometer counts */
-            source += from->stride[d];
-            target += to->stride[d];
-            if (++index[d] < from->shape[d]) break;
+    }
+}
+
+void rapt_copy_elements(const rapt_tensor *from_any, const rapt_tensor *to_any) {
+    const rapt_tensor from = rapt_normalised(from_any), to = rapt_normalised(to_any);
+    if (rapt_tensor_count(&from) == 0) return;
+    int32_t last = from.ndim - 1; /* the dimension of a run */
+    int64_t run = last < 0 ? 1 : from.shape[last], runs = rapt_tensor_count(&from) / run;
+    int64_t from_size = (int64_t)rapt_dtype_size(from.dtype), to_size = (int64_t)rapt_dtype_size(to.dtype);
+    int64_t index[RAPT_MAX_DIMS] = {0}, source = 0, target = 0;
+    for (int64_t done = 0; done < runs; done++) {
+        copy_run((element_run){(char *)from.data + source * from_size, from.dtype, last < 0 ? 1 : from.stride[last]},
+                 (element_run){(char *)to.data + target * to_size, to.dtype, last < 0 ? 1 : to.stride[last]}, run);
+        for (int32_t d = last - 1; d >= 0; d--) { /* the next run, as an odometer counts */
+            source += from.stride[d];
+            target += to.stride[d];
+            if (++index[d] < from.shape[d]) break;
             index[d] = 0;
-            source -= from->stride[d] * from->shape[d];
-            target -= to->stride[d] * from->shape[d];
+            source -= from.stride[d] * from.shape[d];
+            target -= to.stride[d] * from.shape[d];
         }
     }
 }

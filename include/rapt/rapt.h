@@ -10,6 +10,7 @@
  *     2. errors                       6. the layer
  *     3. contexts                     7. heads: split, merge, repeat
  *     4. tensors                      8. safetensors files
+ *                                     9. checkpoints: loading and saving layers
  *
  * Three promises hold everywhere:
  *
@@ -98,7 +99,7 @@ RAPT_API const char *rapt_version(void);
     X(RAPT_ERROR_STATE, 10, "an object is not in a state that allows the call")                                        \
     X(RAPT_ERROR_UNSUPPORTED, 11, "this machine or this release cannot do that")                                       \
     X(RAPT_ERROR_THREAD, 12, "the system refused to start a thread")                                                   \
-    X(RAPT_ERROR_FILE, 13, "a file cannot be read")                                                                    \
+    X(RAPT_ERROR_FILE, 13, "a file cannot be read or written")                                                         \
     X(RAPT_ERROR_FORMAT, 14, "a file is not what its format allows")
 
 typedef enum rapt_status {
@@ -479,8 +480,8 @@ RAPT_API rapt_status rapt_repeat_kv_heads(rapt_context *context, const rapt_tens
 /* --------------------------------------------------------------------------------------------------------------------
  * 8. SAFETENSORS FILES
  *
- * A strict reader: a file that breaks one of the format's rules is refused with the reason, and *file is NULL then.
- * Tensors are views into the mapped file, read-only, and live until it is closed. A file may outlive its context.
+ * A strict reader: a file that breaks one of the format's rules is refused with the reason and the byte, and *file is
+ * NULL then. Tensors are views into the mapped file, read-only, and live until it is closed. A file may outlive its context.
  */
 typedef struct rapt_safetensors rapt_safetensors;
 
@@ -495,6 +496,148 @@ RAPT_API const char *rapt_safetensors_name(const rapt_safetensors *file, int64_t
 RAPT_API rapt_status rapt_safetensors_find(rapt_context *context, const rapt_safetensors *file, const char *name,
                                            rapt_tensor *view);
 RAPT_API const char *rapt_safetensors_metadata(const rapt_safetensors *file, const char *key); /* NULL if absent */
+
+/* Writes tensors of any strides, `count` of them, and `pairs` pairs of key and value as the file's metadata (NULL for
+ * none). The path is taken over all at once: the file is written beside it, brought to the disk and renamed. A failed call
+ * leaves the old file, and nothing else; a process that is killed may leave a file .rapt-*.tmp there. */
+RAPT_API rapt_status rapt_safetensors_save(rapt_context *context, const char *path, int64_t count,
+                                           const char *const *names, const rapt_tensor *tensors, int64_t pairs,
+                                           const char *const (*metadata)[2]);
+
+/* --------------------------------------------------------------------------------------------------------------------
+ * 9. CHECKPOINTS
+ *
+ * A checkpoint is a safetensors file, or several that an index ties together (model.safetensors.index.json). Attention
+ * layers in it are found by the names of their tensors, below any prefix, and loaded one by one:
+ *
+ *     rapt_checkpoint *model;
+ *     rapt_mha *layer;
+ *     rapt_load_options options = rapt_load_options_default();
+ *     options.prefix = "model.layers.0.self_attn.";
+ *     options.num_heads = 32;                  // no tensor shows it
+ *     rapt_status status = rapt_checkpoint_open(ctx, "model.safetensors", &model);
+ *     if (status == RAPT_OK) status = rapt_mha_load(ctx, model, &options, &layer);
+ *     rapt_checkpoint_close(model);            // the layer has its own copy
+ *     if (status == RAPT_OK) status = rapt_mha_save(ctx, layer, "layer.safetensors", NULL);
+ *
+ * What stands below the prefix, by scheme. Weights are [out, in] but for the two that say otherwise; each has its bias
+ * where the file has one.
+ *
+ *     pytorch     in_proj_weight or {q,k,v}_proj_weight, out_proj.weight; in_proj_bias, bias_k, bias_v, out_proj.bias
+ *     lucid       the same with out_proj_weight and out_proj_bias
+ *     separate    {q,k,v,out}_proj.weight and .bias, bias_k, bias_v
+ *     llama       {q,k,v,o}_proj.weight and .bias
+ *     wq          {wq,wk,wv,wo}.weight and .bias; also read: wq to wo with bq to bo
+ *     scirs2      w_q, w_k, w_v, w_o, stored [in, out], and b_q to b_o
+ *     mlx         {query,key,value,out}_proj.weight and .bias
+ *     bert        self.{query,key,value} and output.dense, each .weight and .bias
+ *     gpt2        c_attn, stored [in, q|k|v], and c_proj, stored [in, out], each .weight and .bias
+ *
+ * A layer is where all the weights of a scheme are. Other tensors below its prefix are left alone: rotary positions and
+ * norms are the model's business, not the layer's.
+ */
+typedef enum rapt_scheme {
+    RAPT_SCHEME_AUTO = 0,
+    RAPT_SCHEME_PYTORCH = 1,
+    RAPT_SCHEME_LUCID = 2,
+    RAPT_SCHEME_SEPARATE = 3,
+    RAPT_SCHEME_LLAMA = 4,
+    RAPT_SCHEME_WQ = 5,
+    RAPT_SCHEME_SCIRS2 = 6,
+    RAPT_SCHEME_MLX = 7,
+    RAPT_SCHEME_BERT = 8,
+    RAPT_SCHEME_GPT2 = 9,
+} rapt_scheme;
+
+RAPT_API const char *rapt_scheme_name(rapt_scheme scheme); /* "pytorch"; NULL for a value that is no scheme */
+
+typedef struct rapt_checkpoint rapt_checkpoint;
+
+/* path is a safetensors file, or an index, which ends in .json: {"weight_map": {"tensor": "file beside it"}} and
+ * optionally "metadata". A tensor that its file lacks, a file elsewhere, or a name that is there twice is an error. Files
+ * are mapped, not read; whoever shortens one meanwhile takes the memory away. On failure *checkpoint is NULL. */
+RAPT_API rapt_status rapt_checkpoint_open(rapt_context *context, const char *path, rapt_checkpoint **checkpoint);
+/* A safetensors file in memory of the caller's, which must outlive it. */
+RAPT_API rapt_status rapt_checkpoint_open_memory(rapt_context *context, const void *data, size_t size,
+                                                 rapt_checkpoint **checkpoint);
+RAPT_API void rapt_checkpoint_close(rapt_checkpoint *checkpoint);
+
+/* Every tensor, attention or not. */
+RAPT_API int64_t rapt_checkpoint_num_tensors(const rapt_checkpoint *checkpoint);
+RAPT_API const char *rapt_checkpoint_tensor_name(const rapt_checkpoint *checkpoint, int64_t index); /* NULL: no more */
+RAPT_API rapt_status rapt_checkpoint_find(rapt_context *context, const rapt_checkpoint *checkpoint, const char *name,
+                                          rapt_tensor *view); /* as rapt_safetensors_find */
+
+/* An attention layer in a checkpoint. What the file does not tell is 0: the head counts, unless Rapt wrote it. */
+typedef struct rapt_layer_info {
+    const char *prefix; /* with its last dot; "" at the top. Lives as long as the checkpoint */
+    rapt_scheme scheme;
+    rapt_dtype dtype; /* of q's weight */
+    int64_t embed_dim, kdim, vdim;
+    int64_t q_features, kv_features; /* H*D and Hk*D */
+    int64_t num_heads, num_kv_heads, head_dim;
+    bool bias, bias_kv;
+    int64_t num_parameters;
+    uint64_t reserved[8];
+} rapt_layer_info;
+
+/* Layers come in the order of their prefixes, with numbers counted: h.2. before h.10. One that has all its names is listed;
+ * if its shapes or dtypes make no layer, rapt_checkpoint_layer says why. */
+RAPT_API int64_t rapt_checkpoint_num_layers(const rapt_checkpoint *checkpoint);
+RAPT_API rapt_status rapt_checkpoint_layer(rapt_context *context, const rapt_checkpoint *checkpoint, int64_t index,
+                                           rapt_layer_info *info);
+
+typedef struct rapt_load_options {
+    size_t struct_size;   /* set by rapt_load_options_default */
+    const char *prefix;   /* of the layer, with its last dot; NULL: the only one in the checkpoint */
+    rapt_scheme scheme;   /* RAPT_SCHEME_AUTO: whichever fits */
+    int64_t num_heads;    /* H; RAPT_DEFAULT: from head_dim if that is given, else what Rapt wrote into the file */
+    int64_t num_kv_heads; /* Hk; RAPT_DEFAULT: from the shapes; if given, they must agree */
+    int64_t head_dim;     /* D; likewise */
+    bool set_dtype;       /* whether dtype is given */
+    rapt_dtype dtype;     /* if set_dtype, what the weights are converted to; else they stay what they are */
+    bool ignore_metadata; /* as if Rapt had written nothing into the file; else the settings below add to that */
+    bool batch_first, causal, add_zero_attn, set_scale;
+    double scale, dropout;
+} rapt_load_options;
+
+static inline rapt_load_options rapt_load_options_default(void) {
+    rapt_load_options options;
+    memset(&options, 0, sizeof options);
+    options.struct_size = sizeof options;
+    options.num_heads = options.num_kv_heads = options.head_dim = RAPT_DEFAULT;
+    return options;
+}
+
+/* options may be NULL. On failure *layer is NULL. Weights are copied once, from the file into the layer. */
+RAPT_API rapt_status rapt_mha_load(rapt_context *context, const rapt_checkpoint *checkpoint,
+                                   const rapt_load_options *options, rapt_mha **layer);
+
+/* The weights alone, into a layer of the same shapes and biases that owns its memory, converted to its dtype and
+ * committed. prefix NULL and RAPT_SCHEME_AUTO as above. A failed call leaves the layer as it was. */
+RAPT_API rapt_status rapt_mha_load_into(rapt_context *context, const rapt_checkpoint *checkpoint, const char *prefix,
+                                        rapt_scheme scheme, rapt_mha *layer);
+
+typedef struct rapt_save_options {
+    size_t struct_size; /* set by rapt_save_options_default */
+    const char *prefix; /* with its last dot; NULL: none */
+    rapt_scheme scheme; /* RAPT_SCHEME_AUTO: pytorch */
+    bool set_dtype;     /* whether dtype is given */
+    rapt_dtype dtype;   /* if set_dtype, of the file; else the layer's */
+} rapt_save_options;
+
+static inline rapt_save_options rapt_save_options_default(void) {
+    rapt_save_options options;
+    memset(&options, 0, sizeof options);
+    options.struct_size = sizeof options;
+    return options;
+}
+
+/* A file with this layer, written as rapt_safetensors_save writes; options may be NULL. Its metadata says what the tensors
+ * do not (heads, batch_first, causal, add_zero_attn, scale, dropout), so that rapt_mha_load needs no options. Where a
+ * scheme has one bias for q, k and v and the layer not all three, the others are zeros. */
+RAPT_API rapt_status rapt_mha_save(rapt_context *context, const rapt_mha *layer, const char *path,
+                                   const rapt_save_options *options);
 
 #ifdef __cplusplus
 }
