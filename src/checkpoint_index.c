@@ -149,7 +149,7 @@ static rapt_status list_tensors(rapt_context *context, const rapt_table *entries
 rapt_status rapt_checkpoint_open_shards(rapt_context *context, const char *path, rapt_checkpoint *checkpoint) {
     os_file_map map;
     const char *reason = os_file_map_open(path, &map);
-    if (reason != NULL) return rapt_fail(context, RAPT_ERROR_FILE, "cannot read '%s': %s", path, reason);
+    if (reason != NULL) return rapt_fail(context, RAPT_ERROR_FILE, "cannot read '%.300s': %s", path, reason);
     rapt_table entries = {.item_size = sizeof(index_entry)};
     rapt_status status = rapt_index_read(context, &checkpoint->allocator, map.data, map.size, &entries,
                                          &checkpoint->text, &checkpoint->text_size);

@@ -199,11 +199,16 @@ static rapt_status settle_heads(rapt_context *context, const measured *m, const 
     if (status == RAPT_OK) status = check_positive(context, "head_dim", o->head_dim);
     if (status != RAPT_OK) return status;
     int64_t heads = o->num_heads;
-    if (heads == RAPT_DEFAULT && o->head_dim != RAPT_DEFAULT && o->head_dim <= m->q_features)
+    char text[RAPT_SHOWN_SIZE];
+    if (heads == RAPT_DEFAULT && o->head_dim != RAPT_DEFAULT) {
         heads = m->q_features / o->head_dim;
+        if (m->q_features % o->head_dim != 0)
+            return rapt_fail(context, RAPT_ERROR_SHAPE,
+                             "head_dim %lld does not divide the %lld outputs of q in layer '%s'", (ll)o->head_dim,
+                             (ll)m->q_features, rapt_shown(m->found->prefix, text));
+    }
     if (heads == RAPT_DEFAULT) heads = written_heads;
     if (heads == RAPT_DEFAULT) {
-        char text[RAPT_SHOWN_SIZE];
         return rapt_fail(context, RAPT_ERROR_ARGUMENT,
                          "the checkpoint does not say how many heads the layer '%s' has: set num_heads",
                          rapt_shown(m->found->prefix, text));

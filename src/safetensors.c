@@ -252,7 +252,7 @@ rapt_status rapt_safetensors_read(rapt_context *context, const char *path, const
     const char *reason = path == NULL ? NULL : os_file_map_open(path, &file->map);
     file->mapped = path != NULL && reason == NULL;
     rapt_status status = reason == NULL ? read_file(context, file, file->map.data, file->map.size)
-                                        : rapt_fail(context, RAPT_ERROR_FILE, "cannot read '%s': %s", path, reason);
+                                        : rapt_fail(context, RAPT_ERROR_FILE, "cannot read '%.300s': %s", path, reason);
     if (status != RAPT_OK) rapt_safetensors_close(file);
     if (status == RAPT_OK) *opened = file;
     return status;

@@ -215,7 +215,7 @@ rapt_status rapt_safetensors_write(rapt_context *context, const char *path, int6
         if (out.problem != NULL) os_new_file_abandon(&out.file);
     }
     if (out.problem == NULL) return RAPT_OK;
-    return rapt_fail(context, RAPT_ERROR_FILE, "cannot write '%s': %s", path, out.problem);
+    return rapt_fail(context, RAPT_ERROR_FILE, "cannot write '%.300s': %s", path, out.problem);
 }
 
 /* ---- any tensors ---- */
