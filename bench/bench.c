@@ -1,12 +1,11 @@
 /* bench.c - times attention and the layer on a fixed set of shapes, beside the machine's limits in the same run
  *
- *     rapt_bench [--threads T] [--isa NAME] [--filter NAME] [--seconds S] [--json]
- *     rapt_bench --serve [--threads T] [--isa NAME]
- *
  * Each shape runs in many short rounds, interleaved with rounds of its limit: multiply-adds in registers, or reads from
  * memory for decoding. The best round of each counts, since neighbours on the machine only ever slow a round down.
  * With --serve, rounds are asked for on stdin, so that bench/peers can interleave them with those of other libraries.
  */
+#include "bench.h"
+
 #include "limits.h"
 
 #include <math.h>
@@ -43,16 +42,18 @@ enum { SHAPES = sizeof shapes / sizeof *shapes };
 
 #define BIG_BUFFER ((size_t)64 << 20) /* floats, 256 MB: far larger than any last cache */
 
+static const char *program = "rapt_bench"; /* as bench_settings says */
+
 static void check(rapt_context *context, rapt_status status) {
     if (status == RAPT_OK) return;
-    fprintf(stderr, "rapt_bench: %s\n", rapt_error_message(context));
+    fprintf(stderr, "%s: %s\n", program, rapt_error_message(context));
     exit(1);
 }
 
 static float *random_floats(size_t count) {
     float *data = malloc(count * sizeof *data);
     if (data == NULL) {
-        fprintf(stderr, "rapt_bench: out of memory\n");
+        fprintf(stderr, "%s: out of memory\n", program);
         exit(1);
     }
     uint32_t state = 1;
@@ -193,7 +194,7 @@ static const shape *shape_by_name(const char *name) {
     for (int i = 0; i < SHAPES; i++) {
         if (strcmp(shapes[i].name, name) == 0) return &shapes[i];
     }
-    fprintf(stderr, "rapt_bench: there is no shape %s\n", name);
+    fprintf(stderr, "%s: there is no shape %s\n", program, name);
     exit(2);
 }
 
@@ -217,7 +218,7 @@ static void serve(rapt_context *context, const float *big_buffer) {
             double limit_now, time = run_round(context, &j, big_buffer, &limit_now);
             printf("[%.9g, %.9g]\n", time, limit_now);
         } else {
-            fprintf(stderr, "rapt_bench: cannot serve %s", line);
+            fprintf(stderr, "%s: cannot serve %s", program, line);
             exit(2);
         }
         fflush(stdout);
@@ -227,7 +228,7 @@ static void serve(rapt_context *context, const float *big_buffer) {
 
 /* ---- output ---- */
 
-static void cpu_name(char *text, size_t size) {
+void cpu_name(char *text, size_t size) {
     snprintf(text, size, "unknown");
     FILE *file = fopen("/proc/cpuinfo", "r");
     char line[256], name[200];
@@ -240,14 +241,7 @@ static void cpu_name(char *text, size_t size) {
     if (file != NULL) fclose(file);
 }
 
-typedef struct settings {
-    int threads; /* 0: one, then all */
-    const char *filter;
-    double seconds;
-    bool json, serve;
-} settings;
-
-static void print_result(const settings *o, const shape *s, const result *r, int threads, bool is_first) {
+static void print_result(const bench_settings *o, const shape *s, const result *r, int threads, bool is_first) {
     const char *unit = s->limit == PEAK ? "GFLOP/s" : "GB/s";
     if (o->json) {
         printf("%s\n    {\"name\": \"%s\", \"threads\": %d, \"seconds\": %.4g, \"rate\": %.4g, \"unit\": \"%s\", "
@@ -269,11 +263,11 @@ static rapt_context *make_context(rapt_context_config config, int threads) {
     config.num_threads = threads;
     rapt_context *context;
     if (rapt_context_create(&config, &context) == RAPT_OK) return context;
-    fprintf(stderr, "rapt_bench: %s\n", text);
+    fprintf(stderr, "%s: %s\n", program, text);
     exit(1);
 }
 
-static void bench_all(const settings *o, rapt_context_config config, const float *big_buffer) {
+static void bench_all(const bench_settings *o, rapt_context_config config, const float *big_buffer) {
     char cpu[200];
     bool is_first = true;
     int counts[2] = {o->threads > 0 ? o->threads : 1, 0}, passes = o->threads > 0 ? 1 : 2;
@@ -292,7 +286,9 @@ static void bench_all(const settings *o, rapt_context_config config, const float
         }
         for (int i = 0; i < SHAPES && (pass == 0 || threads > 1); i++) {
             if (strstr(shapes[i].name, o->filter) == NULL) continue;
+            if (o->progress != NULL) o->progress(shapes[i].name);
             result r = bench_shape(context, &shapes[i], o->seconds, big_buffer);
+            if (o->progress != NULL) o->progress(NULL);
             print_result(o, &shapes[i], &r, threads, is_first);
             is_first = false;
         }
@@ -301,51 +297,23 @@ static void bench_all(const settings *o, rapt_context_config config, const float
     if (o->json) printf("\n]}\n");
 }
 
-static rapt_isa isa_by_name(const char *name) {
-    for (int isa = RAPT_ISA_AUTO; isa <= RAPT_ISA_NEON; isa++) {
-        if (strcmp(rapt_isa_name((rapt_isa)isa), name) == 0) return (rapt_isa)isa;
-    }
-    fprintf(stderr, "rapt_bench: --isa %s is none of auto, baseline, avx2, avx512, neon\n", name);
-    exit(2);
+bool bench_has_shape(const char *filter) {
+    for (int i = 0; i < SHAPES; i++)
+        if (strstr(shapes[i].name, filter) != NULL) return true;
+    return false;
 }
 
-int main(int argc, char **argv) {
+void bench_run(const bench_settings *o) {
+    program = o->program;
     rapt_context_config config = rapt_context_config_default();
-    settings o = {.filter = "", .seconds = 1};
-    for (int i = 1; i < argc; i++) {
-        const char *value = i + 1 < argc ? argv[i + 1] : NULL;
-        if (strcmp(argv[i], "--json") == 0) {
-            o.json = true;
-            continue;
-        }
-        if (strcmp(argv[i], "--serve") == 0) {
-            o.serve = true;
-            continue;
-        }
-        if (value != NULL && strcmp(argv[i], "--threads") == 0) {
-            o.threads = atoi(value);
-        } else if (value != NULL && strcmp(argv[i], "--isa") == 0) {
-            config.isa = isa_by_name(value);
-        } else if (value != NULL && strcmp(argv[i], "--filter") == 0) {
-            o.filter = value;
-        } else if (value != NULL && strcmp(argv[i], "--seconds") == 0) {
-            o.seconds = atof(value);
-        } else {
-            fprintf(stderr, "usage: rapt_bench [--threads T] [--isa NAME] [--filter NAME] [--seconds S] [--json]\n"
-                            "       rapt_bench --serve [--threads T] [--isa NAME]\n"
-                            "Without --threads: one thread, then all.\n");
-            return 2;
-        }
-        i++;
-    }
+    config.isa = o->isa;
     float *big_buffer = random_floats(BIG_BUFFER);
-    if (o.serve) {
-        rapt_context *context = make_context(config, o.threads);
+    if (o->serve) {
+        rapt_context *context = make_context(config, o->threads);
         serve(context, big_buffer);
         rapt_context_destroy(context);
     } else {
-        bench_all(&o, config, big_buffer);
+        bench_all(o, config, big_buffer);
     }
     free(big_buffer);
-    return 0;
 }
