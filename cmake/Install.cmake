@@ -1,5 +1,5 @@
-# The header, the libraries, a CMake package (rapt::rapt, rapt::rapt_static) and a pkg-config file. All of it finds the
-# rest by relative paths, so an installed tree may be moved.
+# The header, the libraries, a CMake package (rapt::rapt, rapt::rapt_static), a pkg-config file, and the tool with its
+# manual. All of it finds the rest by relative paths, so an installed tree may be moved.
 include(CMakePackageConfigHelpers)
 
 set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/rapt)
@@ -36,3 +36,16 @@ if(NOT IS_ABSOLUTE "${CMAKE_INSTALL_LIBDIR}")
 endif()
 configure_file(cmake/rapt.pc.in rapt.pc @ONLY)
 install(FILES ${PROJECT_BINARY_DIR}/rapt.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
+
+if(TARGET rapt_tool)
+  if(NOT IS_ABSOLUTE "${CMAKE_INSTALL_LIBDIR}" AND NOT IS_ABSOLUTE "${CMAKE_INSTALL_BINDIR}")
+    file(RELATIVE_PATH libraries /${CMAKE_INSTALL_BINDIR} /${CMAKE_INSTALL_LIBDIR})
+    set_target_properties(rapt_tool PROPERTIES INSTALL_RPATH "$<IF:$<PLATFORM_ID:Darwin>,@loader_path,$ORIGIN>/${libraries}")
+  endif()
+  install(TARGETS rapt_tool RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+  install(FILES tools/rapt/rapt.1 DESTINATION ${CMAKE_INSTALL_MANDIR}/man1)
+  install(FILES tools/rapt/completions/rapt.bash
+    DESTINATION ${CMAKE_INSTALL_DATADIR}/bash-completion/completions RENAME rapt)
+  install(FILES tools/rapt/completions/_rapt DESTINATION ${CMAKE_INSTALL_DATADIR}/zsh/site-functions)
+  install(FILES tools/rapt/completions/rapt.fish DESTINATION ${CMAKE_INSTALL_DATADIR}/fish/vendor_completions.d)
+endif()

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Installs Rapt into a fresh folder, moves that folder (the package must not care), and builds and runs the README's
-# program from it in every way that the README promises, and a C++ program beside it.
+# program from it in every way that the README promises, a C++ program beside it, and the tool.
 # usage: install_test.sh SOURCE_DIR BUILD_DIR     (CMAKE, CC and CXX from the environment)
 set -euo pipefail
 source=$1
@@ -76,3 +76,11 @@ EOF
 } >log 2>&1 || { cat log; exit 1; }
 run "find_package, shared" project/build/cmake_shared
 run "find_package, static" project/build/cmake_static
+
+if [ -x "$prefix/bin/rapt" ]; then
+    echo "-- the tool, which finds its library alone"
+    "$prefix/bin/rapt" --version | grep -qx "rapt $version"
+    for file in man/man1/rapt.1 bash-completion/completions/rapt zsh/site-functions/_rapt fish/vendor_completions.d/rapt.fish; do
+        [ -f "$prefix/share/$file" ] || { echo "not installed: $file"; exit 1; }
+    done
+fi

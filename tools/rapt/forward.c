@@ -1,0 +1,248 @@
+/* forward.c - rapt run and rapt check: one forward of a layer in a checkpoint */
+#include "layer.h"
+
+#include "commands.h"
+#include "files.h"
+
+#include <inttypes.h>
+#include <math.h>
+#include <stdlib.h>
+#include <time.h>
+
+const option input_options[] = {
+    {"--input", "FILE", "query, and key and value if the file has no others; FILE:NAME picks a tensor"},
+    {"--key", "FILE", "another key, and value"},
+    {"--value", "FILE", "another value"},
+    {"--seq-first", NULL, "batches are [L,N,E], not [N,L,E]"},
+    {"--causal", NULL, "a query sees no later key"},
+    {"--mask", "FILE", "[L,S], [N*H,L,S] or [N,H,L,S]: bool, true hides; or numbers, added to the scores"},
+    {"--padding", "FILE", "[N,S]: the same for keys"},
+    {0},
+};
+
+const option run_options[] = {
+    {"--output", "FILE", "write the output, as .npy or .safetensors"},
+    {"--weights", "FILE", "write the attention weights of every head, [N,H,L,S]"},
+    {0},
+};
+
+const option check_options[] = {
+    {"--expect", "FILE", "what the output should be"},
+    {"--expect-weights", "FILE", "what the weights of every head should be"},
+    {"--tolerance", "T", "largest difference allowed, as a share of the largest value expected"},
+    {"--json", NULL, "print JSON"},
+    {0},
+};
+
+/* ---- the forward ---- */
+
+static double seconds_now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+/* Layers are loaded batch first, so that with --seq-first their first two dimensions are exchanged. */
+static rapt_tensor batch_first_view(const rapt_tensor *tensor, bool seq_first) {
+    rapt_tensor view = *tensor;
+    if (seq_first && tensor->ndim == 3) check(rapt_tensor_transpose(ctx, tensor, 0, 1, &view));
+    return view;
+}
+
+static void read_all_inputs(const arguments *a, forward *f) {
+    const char *input = text_option(a, "--input"), *key = text_option(a, "--key"), *value = text_option(a, "--value");
+    rapt_dtype dtype = rapt_mha_settings(f->layer)->dtype;
+    rapt_tensor inputs[3];
+    read_inputs(input, inputs);
+    if (key != NULL) inputs[1] = inputs[2] = read_array(key);
+    if (value != NULL) inputs[2] = read_array(value);
+    /* One tensor stays one, which the layer sees and projects once. */
+    f->query = to_dtype(&inputs[0], dtype);
+    f->key = inputs[1].data == inputs[0].data ? f->query : to_dtype(&inputs[1], dtype);
+    f->value = inputs[2].data == inputs[1].data ? f->key : to_dtype(&inputs[2], dtype);
+}
+
+/* [N,H,L,S'], without N for an input that has none; S' counts the layer's own extra keys. */
+static rapt_tensor new_weights(const rapt_mha *layer, const rapt_tensor *query, const rapt_tensor *key) {
+    const rapt_mha_config *c = rapt_mha_settings(layer);
+    int32_t n = query->ndim;
+    if ((n != 2 && n != 3) || key->ndim != n) return new_array(c->dtype, 0, NULL); /* the forward will refuse them */
+    int64_t keys = key->shape[n - 2] + c->add_bias_kv + c->add_zero_attn;
+    int64_t shape[4] = {query->shape[0], c->num_heads, query->shape[n - 2], keys};
+    return n == 3 ? new_array(c->dtype, 4, shape) : new_array(c->dtype, 3, shape + 1);
+}
+
+forward run_forward(const arguments *a, const char *path, bool with_weights) {
+    const char *mask = text_option(a, "--mask"), *padding = text_option(a, "--padding");
+    bool seq_first = has_option(a, "--seq-first");
+    if (!has_option(a, "--input")) fail_usage("--input FILE expected");
+    rapt_load_options load = rapt_load_options_default();
+    load.batch_first = true;
+    load.scheme = scheme_option(a, "--scheme");
+    load.set_dtype = dtype_option(a, &load.dtype);
+    forward f = {.layer = load_layer(a, path, load)};
+    read_all_inputs(a, &f);
+    f.output = new_array(f.query.dtype, f.query.ndim, f.query.shape);
+    rapt_tensor query = batch_first_view(&f.query, seq_first), key = batch_first_view(&f.key, seq_first);
+    rapt_tensor value = batch_first_view(&f.value, seq_first), output = batch_first_view(&f.output, seq_first);
+    rapt_tensor mask_tensor, padding_tensor;
+    rapt_options options = {.causal = has_option(a, "--causal"), .per_head_weights = with_weights};
+    if (mask != NULL) {
+        mask_tensor = read_array(mask);
+        options.attn_mask = &mask_tensor;
+    }
+    if (padding != NULL) {
+        padding_tensor = read_array(padding);
+        options.key_padding_mask = &padding_tensor;
+    }
+    if (with_weights) {
+        f.weights = new_weights(f.layer, &query, &key);
+        options.weights = &f.weights;
+    }
+    double tokens = (double)rapt_tensor_count(&query) / (double)rapt_mha_settings(f.layer)->embed_dim;
+    if (tokens * (double)rapt_mha_num_parameters(f.layer) > 1e10) show_progress("computing"); /* about a second */
+    double start = seconds_now();
+    check(rapt_mha_forward(ctx, f.layer, &query, &key, &value, &options, &output));
+    f.seconds = seconds_now() - start;
+    show_progress(NULL);
+    return f;
+}
+
+/* ---- rapt run ---- */
+
+static void print_tensor(const char *what, const rapt_tensor *t, const char *path) {
+    char shape[SHAPE_SIZE];
+    printf("%-8s %s %s", what, shape_text(t, shape), rapt_dtype_name(t->dtype));
+    if (path != NULL) fputs("  ", stdout);
+    if (path != NULL) print_text(stdout, path);
+    putchar('\n');
+}
+
+/* What is not written is at least said in short. */
+static void print_range(const char *what, const rapt_tensor *t) {
+    char shape[SHAPE_SIZE];
+    const double *x = to_doubles(t);
+    double least = INFINITY, largest = -INFINITY;
+    for (int64_t i = 0; i < rapt_tensor_count(t); i++) {
+        least = fmin(least, x[i]);
+        largest = fmax(largest, x[i]);
+    }
+    printf("%-8s %s %s, from %.4g to %.4g\n", what, shape_text(t, shape), rapt_dtype_name(t->dtype), least, largest);
+}
+
+int run_run(const arguments *a) {
+    const char *output = text_option(a, "--output"), *weights = text_option(a, "--weights");
+    bool output_is_stream = output != NULL && strcmp(output, "-") == 0;
+    bool weights_is_stream = weights != NULL && strcmp(weights, "-") == 0;
+    if (output_is_stream && weights_is_stream) fail_usage("--output and --weights cannot both be standard output");
+    open_context(a);
+    forward f = run_forward(a, a->operand[0], weights != NULL);
+    if (output != NULL) write_array(output, "output", &f.output);
+    if (weights != NULL) write_array(weights, "weights", &f.weights);
+    if (output_is_stream || weights_is_stream) return SUCCESS;
+    char description[256];
+    rapt_mha_describe(f.layer, description, sizeof description);
+    printf("%-8s %s\n", "layer", description);
+    print_tensor("input", &f.query, text_option(a, "--input"));
+    if (f.key.data != f.query.data) print_tensor("key", &f.key, NULL);
+    if (f.value.data != f.key.data) print_tensor("value", &f.value, NULL);
+    if (output != NULL) print_tensor("output", &f.output, output);
+    if (output == NULL) print_range("output", &f.output);
+    if (weights != NULL) print_tensor("weights", &f.weights, weights);
+    printf("%-8s %.3g ms, %s, threads: %d\n", "time", 1e3 * f.seconds, rapt_isa_name(rapt_context_isa(ctx)),
+           (int)rapt_context_num_threads(ctx));
+    return SUCCESS;
+}
+
+/* ---- rapt check ---- */
+
+typedef struct comparison {
+    double largest;    /* of the expected values that are finite */
+    double difference; /* the largest; infinite where one is NaN or infinite and the other is not so */
+    int64_t at;        /* where, counted in row-major order */
+} comparison;
+
+static comparison compare(const char *what, const rapt_tensor *ours, const rapt_tensor *expected) {
+    char a[SHAPE_SIZE], b[SHAPE_SIZE];
+    bool same = ours->ndim == expected->ndim;
+    for (int32_t d = 0; same && d < ours->ndim; d++) same = ours->shape[d] == expected->shape[d];
+    if (!same) fail("the %s has shape %s, expected is %s", what, shape_text(ours, a), shape_text(expected, b));
+    const double *x = to_doubles(ours), *y = to_doubles(expected);
+    comparison c = {0};
+    for (int64_t i = 0; i < rapt_tensor_count(ours); i++) {
+        double difference = x[i] == y[i] || (isnan(x[i]) && isnan(y[i])) ? 0 : fabs(x[i] - y[i]);
+        if (isnan(difference)) difference = INFINITY;
+        if (isfinite(y[i])) c.largest = fmax(c.largest, fabs(y[i]));
+        if (difference <= c.difference) continue;
+        c.difference = difference;
+        c.at = i;
+    }
+    return c;
+}
+
+static bool report(const char *what, const rapt_tensor *ours, const comparison *c, double tolerance, bool json) {
+    bool passed = c->difference <= tolerance * c->largest;
+    double relative = c->difference == 0 ? 0 : c->difference / c->largest;
+    rapt_tensor at = *ours; /* its shape: where the difference is */
+    int64_t rest = c->at;
+    for (int32_t d = at.ndim; d-- > 0;) {
+        if (ours->shape[d] == 0) continue;
+        at.shape[d] = rest % ours->shape[d];
+        rest /= ours->shape[d];
+    }
+    if (json) {
+        printf("{\"what\": \"%s\", \"shape\": ", what);
+        print_json_shape(ours);
+        if (isfinite(c->difference)) printf(", \"absolute\": %.9g", c->difference);
+        if (isfinite(relative)) printf(", \"relative\": %.9g", relative);
+        printf(", \"at\": ");
+        print_json_shape(&at);
+        printf(", \"tolerance\": %.9g, \"passed\": %s}", tolerance, passed ? "true" : "false");
+        return passed;
+    }
+    char shape[SHAPE_SIZE], place[SHAPE_SIZE];
+    bool colour = use_colour(stdout);
+    printf("%s%-4s%s %-8s %-16s",
+           !colour  ? ""
+           : passed ? "\033[32m"
+                    : "\033[31m",
+           passed ? "ok" : "BAD", colour ? "\033[0m" : "", what, shape_text(ours, shape));
+    if (c->difference == 0) {
+        printf(" no difference\n");
+    } else {
+        printf(" at most %.2g off at %s, %.2g of the largest value; %.2g is allowed\n", c->difference,
+               shape_text(&at, place), relative, tolerance);
+    }
+    return passed;
+}
+
+/* What rounding explains, as a share of the largest value. */
+static double usual_tolerance(rapt_dtype dtype) {
+    return dtype == RAPT_F64 ? 1e-12 : dtype == RAPT_F32 ? 1e-5 : dtype == RAPT_F16 ? 5e-3 : 3e-2;
+}
+
+int run_check(const arguments *a) {
+    const char *expect = text_option(a, "--expect"), *expect_weights = text_option(a, "--expect-weights");
+    bool json = has_option(a, "--json"), passed = true;
+    double given = real_option(a, "--tolerance", 0, 1e9, -1);
+    if (expect == NULL && expect_weights == NULL) fail_usage("--expect FILE expected");
+    open_context(a);
+    forward f = run_forward(a, a->operand[0], expect_weights != NULL);
+    double tolerance = given >= 0 ? given : usual_tolerance(f.output.dtype);
+    comparison output, weights;
+    rapt_tensor expected;
+    if (expect != NULL) {
+        expected = read_array(expect);
+        output = compare("output", &f.output, &expected);
+    }
+    if (expect_weights != NULL) {
+        expected = read_array(expect_weights);
+        weights = compare("weights", &f.weights, &expected);
+    }
+    if (json) printf("[");
+    if (expect != NULL) passed = report("output", &f.output, &output, tolerance, json);
+    if (json && expect != NULL && expect_weights != NULL) printf(", ");
+    if (expect_weights != NULL) passed = report("weights", &f.weights, &weights, tolerance, json) && passed;
+    if (json) printf("]\n");
+    return passed ? SUCCESS : FAILURE;
+}

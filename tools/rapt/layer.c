@@ -1,0 +1,76 @@
+/* layer.c - a layer from a checkpoint, as the options say */
+#include "layer.h"
+
+#include "commands.h"
+#include "files.h"
+
+const option layer_options[] = {
+    {"--prefix", "P", "the layer's names begin with it; without it, the only layer in the file"},
+    {"--heads", "H", "query heads; needed unless Rapt wrote the file"},
+    {"--kv-heads", "K", "key and value heads; from the shapes, where they tell"},
+    {0},
+};
+
+const option as_options[] = {
+    {"--scheme", "S", "how its tensors are named: pytorch, llama, gpt2 and so on; whichever fits"},
+    {"--dtype", "T", "compute in f32, f64, bf16 or f16; the file's"},
+    {0},
+};
+
+rapt_scheme scheme_option(const arguments *a, const char *name) {
+    const char *names[RAPT_SCHEME_GPT2 + 1] = {0};
+    for (int i = RAPT_SCHEME_PYTORCH; i <= RAPT_SCHEME_GPT2; i++) names[i - 1] = rapt_scheme_name((rapt_scheme)i);
+    int choice = choice_option(a, name, names);
+    return choice < 0 ? RAPT_SCHEME_AUTO : (rapt_scheme)(choice + RAPT_SCHEME_PYTORCH);
+}
+
+bool dtype_option(const arguments *a, rapt_dtype *dtype) {
+    const char *names[] = {rapt_dtype_name(RAPT_F32), rapt_dtype_name(RAPT_F64), rapt_dtype_name(RAPT_BF16),
+                           rapt_dtype_name(RAPT_F16), NULL};
+    int choice = choice_option(a, "--dtype", names);
+    if (choice >= 0) *dtype = (rapt_dtype)(choice + RAPT_F32);
+    return choice >= 0;
+}
+
+const char *prefix_option(const arguments *a, const char *name) {
+    const char *given = text_option(a, name);
+    size_t length = given == NULL ? 0 : strlen(given);
+    if (length == 0 || given[length - 1] == '.') return given;
+    char *dotted = allocate(length + 2);
+    memcpy(dotted, given, length);
+    dotted[length] = '.';
+    return dotted;
+}
+
+static void close_checkpoint(void *checkpoint) { rapt_checkpoint_close(checkpoint); }
+static void destroy_layer(void *layer) { rapt_mha_destroy(layer); }
+
+/* Not a stream of anything without an end. */
+static size_t checkpoint_limit(bytes beginning) { return looks_like_safetensors(beginning) ? SIZE_MAX : 0; }
+
+rapt_checkpoint *open_checkpoint(const char *path) {
+    rapt_checkpoint *checkpoint;
+    bool is_stream = strcmp(path, "-") == 0;
+    bytes whole = is_stream ? read_file(path, checkpoint_limit) : (bytes){0};
+    rapt_status status = is_stream ? rapt_checkpoint_open_memory(ctx, whole.data, whole.size, &checkpoint)
+                                   : rapt_checkpoint_open(ctx, path, &checkpoint);
+    if (status == RAPT_ERROR_FILE) fail("%s", rapt_error_message(ctx)); /* which names it */
+    if (status != RAPT_OK) fail("'%s': %s", path, rapt_error_message(ctx));
+    keep(checkpoint, close_checkpoint);
+    return checkpoint;
+}
+
+rapt_mha *load_layer(const arguments *a, const char *path, rapt_load_options options) {
+    enum { MOST_HEADS = 1 << 20 };
+    options.prefix = prefix_option(a, "--prefix");
+    options.num_heads = integer_option(a, "--heads", 1, MOST_HEADS, RAPT_DEFAULT);
+    options.num_kv_heads = integer_option(a, "--kv-heads", 1, MOST_HEADS, RAPT_DEFAULT);
+    rapt_mha *layer;
+    rapt_status status = rapt_mha_load(ctx, open_checkpoint(path), &options, &layer);
+    const char *problem = rapt_error_message(ctx);
+    bool lacks_heads = options.num_heads == RAPT_DEFAULT && strstr(problem, "num_heads") != NULL;
+    if (status != RAPT_OK) fail("'%s': %s%s", path, problem, lacks_heads ? " (--heads)" : "");
+    keep(layer, destroy_layer);
+    rapt_mha_eval(layer);
+    return layer;
+}
