@@ -15,12 +15,12 @@ SOURCES = $(shell find $(wildcard include src tests bench examples tools) -name 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
 
-run: ## build the library and run the example, examples/sentence.c
+run: ## build the tool, run a layer that PyTorch trained, compare, and draw its attention
 	@scripts/bootstrap.sh build
 	@mkdir -p build
 	@$(CONFIGURE) -DRAPT_BUILD_TESTS=OFF $(QUIETLY)
-	@cmake --build $(BUILD) --target sentence
-	@$(BUILD)/sentence
+	@cmake --build $(BUILD) --target rapt_tool
+	@scripts/run.sh $(BUILD)/rapt
 
 test: ## build everything and run all tests
 	@scripts/bootstrap.sh test

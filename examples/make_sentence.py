@@ -1,4 +1,4 @@
-"""Makes data/sentence.safetensors, which `make run` shows: a sentence and a trained attention layer.
+"""Makes data/sentence.safetensors and .txt, which `make run` shows: a sentence and a trained attention layer.
 
     pip install torch==2.15.0 numpy safetensors
     python make_sentence.py
@@ -121,6 +121,7 @@ def main() -> None:
         "torch": torch.__version__.split("+")[0],
     }
     OUTPUT.parent.mkdir(exist_ok=True)
+    OUTPUT.with_suffix(".txt").write_text(" ".join(WORDS) + "\n")  # for `rapt plot --tokens`
     OUTPUT.write_bytes(to_bytes({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata))
 
     worst = (weights[0].float() - target).abs().amax((1, 2))
