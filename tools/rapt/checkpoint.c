@@ -170,7 +170,8 @@ int run_convert(const arguments *a) {
     if (status != RAPT_OK) fail("'%s': %s", a->operand[1], rapt_error_message(ctx));
     char description[256];
     rapt_mha_describe(layer, description, sizeof description);
-    printf("%s\n%s names in ", description, rapt_scheme_name(save.scheme));
+    rapt_dtype dtype = save.set_dtype ? save.dtype : rapt_mha_settings(layer)->dtype;
+    printf("layer    %s\nwritten  %s names, %s  ", description, rapt_scheme_name(save.scheme), rapt_dtype_name(dtype));
     print_text(stdout, a->operand[1]);
     putchar('\n');
     return SUCCESS;
