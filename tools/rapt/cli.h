@@ -56,8 +56,8 @@ int choice_option(const arguments *a, const char *name, const char *const *words
 
 /* ---- ending ---- */
 
-_Noreturn __attribute__((format(printf, 1, 2))) void fail(const char *format, ...);
-_Noreturn __attribute__((format(printf, 1, 2))) void fail_usage(const char *format, ...);
+__attribute__((noreturn, format(printf, 1, 2))) void fail(const char *format, ...);
+__attribute__((noreturn, format(printf, 1, 2))) void fail_usage(const char *format, ...);
 void print_error(const char *format, va_list values); /* "rapt: message" on stderr */
 void check(rapt_status status);
 void close_output(void); /* fails if something of stdout could not be written */

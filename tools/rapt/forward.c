@@ -181,7 +181,7 @@ static comparison compare(const char *what, const rapt_tensor *ours, const rapt_
 }
 
 static bool report(const char *what, const rapt_tensor *ours, const comparison *c, double tolerance, bool json) {
-    bool passed = c->difference <= tolerance * c->largest;
+    bool passed = isfinite(c->difference) && c->difference <= tolerance * c->largest;
     double relative = c->difference == 0 ? 0 : c->difference / c->largest;
     rapt_tensor at = *ours; /* its shape: where the difference is */
     int64_t rest = c->at;
@@ -202,11 +202,9 @@ static bool report(const char *what, const rapt_tensor *ours, const comparison *
     }
     char shape[SHAPE_SIZE], place[SHAPE_SIZE];
     bool colour = use_colour(stdout);
-    printf("%s%-4s%s %-8s %-16s",
-           !colour  ? ""
-           : passed ? "\033[32m"
-                    : "\033[31m",
-           passed ? "ok" : "BAD", colour ? "\033[0m" : "", what, shape_text(ours, shape));
+    const char *ink = passed ? "\033[32m" : "\033[31m";
+    printf("%s%-4s%s %-8s %-16s", colour ? ink : "", passed ? "ok" : "BAD", colour ? "\033[0m" : "", what,
+           shape_text(ours, shape));
     if (c->difference == 0) {
         printf(" no difference\n");
     } else {
@@ -229,7 +227,7 @@ int run_check(const arguments *a) {
     open_context(a);
     forward f = run_forward(a, a->operand[0], expect_weights != NULL);
     double tolerance = given >= 0 ? given : usual_tolerance(f.output.dtype);
-    comparison output, weights;
+    comparison output = {0}, weights = {0};
     rapt_tensor expected;
     if (expect != NULL) {
         expected = read_array(expect);

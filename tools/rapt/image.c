@@ -136,7 +136,8 @@ void write_svg(const picture *p, const char *path) {
     bool failed = ferror(f) != 0;
     if (fclose(f) != 0 || failed) fail("out of memory while drawing '%s'", path);
     keep(text, free);
-    write_file(path, 1, &(bytes){text, size});
+    bytes whole = {text, size};
+    write_file(path, 1, &whole);
 }
 
 /* ---- PNG ---- */
@@ -240,5 +241,6 @@ void write_png(const picture *p, const char *path) {
     put_stored(&out, pixels, size);
     end_chunk(&out, chunk);
     end_chunk(&out, begin_chunk(&out, "IEND"));
-    write_file(path, 1, &(bytes){out.data, out.used});
+    bytes whole = {out.data, out.used};
+    write_file(path, 1, &whole);
 }

@@ -37,8 +37,7 @@ const char *prefix_option(const arguments *a, const char *name) {
     size_t length = given == NULL ? 0 : strlen(given);
     if (length == 0 || given[length - 1] == '.') return given;
     char *dotted = allocate(length + 2);
-    memcpy(dotted, given, length);
-    dotted[length] = '.';
+    snprintf(dotted, length + 2, "%s.", given);
     return dotted;
 }
 
