@@ -1,5 +1,5 @@
 /* attn.c - scaled dot-product attention: the public entry, and the checks that operator and layer share */
-#include "internal.h"
+#include "cache.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -193,6 +193,10 @@ rapt_status rapt_attn_options(rapt_context *context, const rapt_options *o, bool
     if (o->set_scale) p->scale = o->scale;
     rapt_status status = take_band(context, o, p);
     if (status == RAPT_OK) status = take_lengths(context, o, p);
+    if (status == RAPT_OK && p->cache != NULL) status = rapt_cache_set_band(context, p);
+    if (status == RAPT_OK && p->cache == NULL && o->append_lengths != NULL) {
+        status = rapt_fail(context, RAPT_ERROR_ARGUMENT, "options.append_lengths is given without a cache");
+    }
     if (status == RAPT_OK && o->attn_mask != NULL) status = take_attn_mask(context, o->attn_mask, p);
     if (status == RAPT_OK && o->key_padding_mask != NULL) status = take_padding_mask(context, o->key_padding_mask, p);
     if (status == RAPT_OK) status = take_results(context, o, batched, p);
@@ -210,10 +214,11 @@ rapt_status rapt_check_results_apart(rapt_context *context, const rapt_options *
                                      const rapt_tensor *out, const rapt_named_tensor *inputs, int count) {
     const rapt_named_tensor results[] = {{"out", out}, {"weights", o->weights}, {"lse", o->lse}};
     /* The arrays of int64 are read during the call like tensors, and an element of them is as wide as an f64. */
-    rapt_tensor arrays[3];
-    const int64_t *array[3] = {o->offsets, o->key_start, o->key_lengths};
-    const char *array_name[3] = {"offsets", "key_start", "key_lengths"};
-    for (int a = 0; a < 3; a++) {
+    enum { ARRAYS = 4 };
+    rapt_tensor arrays[ARRAYS];
+    const int64_t *array[ARRAYS] = {o->offsets, o->key_start, o->key_lengths, o->append_lengths};
+    const char *array_name[ARRAYS] = {"offsets", "key_start", "key_lengths", "append_lengths"};
+    for (int a = 0; a < ARRAYS; a++) {
         if (array[a] != NULL) arrays[a] = rapt_tensor_of((void *)(uintptr_t)array[a], RAPT_F64, 1, &batch);
     }
     for (int r = 0; r < 3; r++) {
@@ -224,7 +229,7 @@ rapt_status rapt_check_results_apart(rapt_context *context, const rapt_options *
         for (int i = 0; i < count && status == RAPT_OK; i++) {
             status = rapt_check_apart(context, name, result, inputs[i].name, inputs[i].tensor);
         }
-        for (int a = 0; a < 3 && status == RAPT_OK; a++) {
+        for (int a = 0; a < ARRAYS && status == RAPT_OK; a++) {
             if (array[a] != NULL) status = rapt_check_apart(context, name, result, array_name[a], &arrays[a]);
         }
         if (status == RAPT_OK) status = rapt_check_apart(context, name, result, "attn_mask", o->attn_mask);
@@ -262,11 +267,14 @@ static rapt_status check_same_dtype(rapt_context *context, const char *name, con
                      rapt_dtype_name(query->dtype));
 }
 
+/* key and value are both NULL where a cache holds all there is. */
 static rapt_status check_shapes(rapt_context *context, const rapt_tensor *query, const rapt_tensor *key,
                                 const rapt_tensor *value, const rapt_tensor *out) {
     const rapt_named_tensor tensors[] = {{"query", query}, {"key", key}, {"value", value}, {"out", out}};
     static const char *const words[] = {"[N,H,L,D]", "[N,Hk,S,D]", "[N,Hk,S,Dv]", "[N,H,L,Dv]"};
+    bool has_keys = key != NULL || value != NULL;
     for (int i = 0; i < 4; i++) {
+        if (!has_keys && (i == 1 || i == 2)) continue;
         rapt_status status = i < 3 ? rapt_check_tensor(context, tensors[i].name, tensors[i].tensor)
                                    : rapt_check_output(context, tensors[i].name, tensors[i].tensor);
         if (status == RAPT_OK) status = rapt_check_rank(context, tensors[i].name, tensors[i].tensor, 4, words[i]);
@@ -285,42 +293,20 @@ static rapt_status check_shapes(rapt_context *context, const rapt_tensor *query,
         return rapt_fail(context, RAPT_ERROR_DTYPE, "query is %s, expected f32, f64, bf16 or f16",
                          rapt_dtype_name(query->dtype));
     }
-    rapt_status status = check_size(context, "key", key, 0, "N", query->shape[0], "query");
+    rapt_status status = check_size(context, "out", out, 0, "N", query->shape[0], "query");
+    if (status == RAPT_OK) status = check_size(context, "out", out, 1, "H", query->shape[1], "query");
+    if (status == RAPT_OK) status = check_size(context, "out", out, 2, "L", query->shape[2], "query");
+    if (status != RAPT_OK || !has_keys) return status;
+    status = check_size(context, "key", key, 0, "N", query->shape[0], "query");
     if (status == RAPT_OK) status = check_size(context, "key", key, 3, "D", query->shape[3], "query");
     if (status == RAPT_OK) status = check_size(context, "value", value, 0, "N", query->shape[0], "query");
     if (status == RAPT_OK) status = check_size(context, "value", value, 1, "Hk", key->shape[1], "key");
     if (status == RAPT_OK) status = check_size(context, "value", value, 2, "S", key->shape[2], "key");
-    if (status == RAPT_OK) status = check_size(context, "out", out, 0, "N", query->shape[0], "query");
-    if (status == RAPT_OK) status = check_size(context, "out", out, 1, "H", query->shape[1], "query");
-    if (status == RAPT_OK) status = check_size(context, "out", out, 2, "L", query->shape[2], "query");
     if (status == RAPT_OK) status = check_size(context, "out", out, 3, "Dv", value->shape[3], "value");
-    if (status != RAPT_OK) return status;
-    if (query->shape[1] % key->shape[1] != 0) {
-        return rapt_fail(context, RAPT_ERROR_SHAPE, "key has %lld heads, which does not divide the %lld heads of query",
-                         (ll)key->shape[1], (ll)query->shape[1]);
-    }
-    return RAPT_OK;
+    return status;
 }
 
-static rapt_status attention(rapt_context *context, const rapt_tensor *query, const rapt_tensor *key,
-                             const rapt_tensor *value, const rapt_options *options, const rapt_tensor *out) {
-    rapt_status status = check_shapes(context, query, key, value, out);
-    if (status != RAPT_OK) return status;
-    attn_problem p = {.dtype = query->dtype,
-                      .batch = query->shape[0],
-                      .heads = query->shape[1],
-                      .kv_heads = key->shape[1],
-                      .queries = query->shape[2],
-                      .keys = key->shape[2],
-                      .dim = query->shape[3],
-                      .value_dim = value->shape[3],
-                      .q = view_of(query),
-                      .k = view_of(key),
-                      .v = view_of(value),
-                      .out = view_of(out)};
-    p.scale = 1 / sqrt((double)p.dim);
-    status = rapt_attn_options(context, options, true, &p);
-    if (status != RAPT_OK) return status;
+static rapt_status check_options(rapt_context *context, const rapt_options *options) {
     if (options->mode != RAPT_MODE_DEFAULT) {
         return rapt_fail(context, RAPT_ERROR_ARGUMENT,
                          "options.mode is set, but the operator has no training mode: dropout is what "
@@ -330,21 +316,80 @@ static rapt_status attention(rapt_context *context, const rapt_tensor *query, co
         return rapt_fail(context, RAPT_ERROR_ARGUMENT,
                          "options.static_k and static_v are for rapt_mha_functional alone");
     }
-    status = rapt_check_dropout(context, "options.dropout", options->dropout);
+    if (options->rotary != NULL) {
+        return rapt_fail(context, RAPT_ERROR_ARGUMENT, "options.rotary is for layers: turn tensors with rapt_rotate");
+    }
+    rapt_status status = rapt_check_dropout(context, "options.dropout", options->dropout);
     if (status != RAPT_OK) return status;
     if (options->dropout > 0) {
         return rapt_fail(context, RAPT_ERROR_UNSUPPORTED,
                          "options.dropout is %g: dropout is not drawn in Rapt %s, pass 0", options->dropout,
                          rapt_version());
     }
-    const rapt_named_tensor inputs[] = {{"query", query}, {"key", key}, {"value", value}};
-    status = rapt_check_results_apart(context, options, p.batch, out, inputs, 3);
-    if (status != RAPT_OK || p.batch == 0 || p.queries == 0) return status;
-
-    size_t bytes = context->backend->attn_scratch(context, &p);
-    if (!rapt_arena_reserve(&context->arena, &context->allocator, bytes)) return rapt_fail_memory(context, bytes);
-    context->backend->attn_forward(context, &p, rapt_arena_take(&context->arena, bytes));
     return RAPT_OK;
+}
+
+/* A call that is checked as far as its tensors go, whose cache, if it has one, is its own. */
+static rapt_status attend(rapt_context *context, attn_problem *p, const rapt_tensor *query, const rapt_tensor *key,
+                          const rapt_tensor *value, const rapt_options *options, const cache_append *append,
+                          const rapt_tensor *out) {
+    rapt_status status = rapt_attn_options(context, options, true, p);
+    if (status == RAPT_OK) status = check_options(context, options);
+    const rapt_named_tensor inputs[] = {{"query", query}, {"key", key}, {"value", value}};
+    if (status == RAPT_OK) status = rapt_check_results_apart(context, options, p->batch, out, inputs, 3);
+    if (status != RAPT_OK || p->batch == 0 || p->queries == 0) return status;
+
+    size_t bytes = context->backend->attn_scratch(context, p);
+    if (!rapt_arena_reserve(&context->arena, &context->allocator, bytes)) return rapt_fail_memory(context, bytes);
+    void *scratch = rapt_arena_take(&context->arena, bytes);
+    if (options->cache != NULL) {
+        rapt_cache_attend(context, options->cache, append, &p->k, &p->v, p, scratch);
+    } else {
+        context->backend->attn_forward(context, p, scratch);
+    }
+    return RAPT_OK;
+}
+
+static rapt_status attention(rapt_context *context, const rapt_tensor *query, const rapt_tensor *key,
+                             const rapt_tensor *value, const rapt_options *options, const rapt_tensor *out) {
+    rapt_cache *cache = options->cache;
+    if (cache == NULL && key == NULL) return rapt_fail(context, RAPT_ERROR_NULL, "key is NULL");
+    if (cache == NULL && value == NULL) return rapt_fail(context, RAPT_ERROR_NULL, "value is NULL");
+    rapt_status status = check_shapes(context, query, key, value, out);
+    if (status != RAPT_OK) return status;
+    bool has_keys = key != NULL;
+    attn_problem p = {.dtype = query->dtype,
+                      .batch = query->shape[0],
+                      .heads = query->shape[1],
+                      .kv_heads = has_keys ? key->shape[1] : cache->config.num_kv_heads,
+                      .queries = query->shape[2],
+                      .keys = has_keys ? key->shape[2] : 0,
+                      .dim = query->shape[3],
+                      .value_dim = out->shape[3],
+                      .q = view_of(query),
+                      .out = view_of(out)};
+    p.scale = 1 / sqrt((double)p.dim);
+    if (has_keys) {
+        p.k = view_of(key);
+        p.v = view_of(value);
+    }
+    if (p.heads % p.kv_heads != 0) {
+        return rapt_fail(context, RAPT_ERROR_SHAPE, "%s has %lld heads, which does not divide the %lld heads of query",
+                         has_keys ? "key" : "the cache", (ll)p.kv_heads, (ll)p.heads);
+    }
+    if (cache == NULL) return attend(context, &p, query, key, value, options, NULL, out);
+
+    if (has_keys && p.keys != p.queries) {
+        return rapt_fail(context, RAPT_ERROR_SHAPE,
+                         "key has S %lld, expected L %lld: with a cache, key and value are those of the queries",
+                         (ll)p.keys, (ll)p.queries);
+    }
+    cache_append append = {.count = p.keys, .lengths = options->append_lengths, .attends_only = !has_keys};
+    status = rapt_cache_begin(context, cache, options, &append, &p);
+    if (status != RAPT_OK) return status;
+    status = attend(context, &p, query, key, value, options, &append, out);
+    rapt_cache_end(cache);
+    return status;
 }
 
 rapt_status rapt_attention_forward(rapt_context *context, const rapt_tensor *query, const rapt_tensor *key,

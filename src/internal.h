@@ -129,6 +129,7 @@ void rapt_copy_elements(const rapt_tensor *from, const rapt_tensor *to);
 
 double rapt_log2(double x);
 double rapt_log(double x);
+double rapt_exp2(double x);                                       /* |x| at most 1000 */
 void rapt_sincos_2pi(double turns, double *sine, double *cosine); /* turns in [0, 1) */
 /* Philox 4x32-10: 128 random bits from a 64-bit key and a 128-bit counter. */
 void rapt_philox(uint64_t key, const uint32_t counter[4], uint32_t random[4]);
@@ -150,6 +151,7 @@ typedef struct attn_mask {
 typedef struct attn_problem {
     rapt_dtype dtype;
     int64_t batch, heads, kv_heads, queries, keys, dim, value_dim; /* N H Hk L S D Dv */
+    const rapt_cache *cache;    /* holds keys and values instead of k and v; NULL: none */
     int64_t extra_keys;         /* bias_kv and the zero key: 0 to 2 keys after the S real ones, seen by every query */
     rapt_view q, k, v, out;     /* [N,H,L,D] [N,Hk,S,D] [N,Hk,S,Dv] [N,H,L,Dv] */
     rapt_view extra_k, extra_v; /* [0,Hk,extra,D] [0,Hk,extra,Dv], stride[0] = 0 */
@@ -194,7 +196,7 @@ extern const rapt_backend_table rapt_backend_cpu, rapt_backend_reference;
 /* ---- the operator: attn.c ---- */
 
 /* Fills in everything that the options hold, which operator and layer share. The problem's sizes, dtype and default scale
- * are set before. */
+ * are set before, and so is its cache. */
 rapt_status rapt_attn_options(rapt_context *context, const rapt_options *options, bool batched, attn_problem *problem);
 rapt_status rapt_check_dropout(rapt_context *context, const char *name, double dropout);
 

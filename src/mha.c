@@ -5,6 +5,9 @@
  */
 #include "mha.h"
 
+#include "cache.h"
+#include "rotary.h"
+
 typedef long long ll; /* for printf */
 
 /* One forward, as it is being prepared. */
@@ -16,6 +19,10 @@ typedef struct mha_call {
     const rapt_tensor *query, *key, *value, *out; /* key and value NULL: static ones are given */
     bool batched;
     attn_problem problem;
+    int64_t key_rows;    /* to project: S, or with a cache the new ones */
+    bool projects[3];    /* the query, the key, the value */
+    bool holds_cache;    /* options.cache is this call's until it ends */
+    cache_append append; /* then */
 } mha_call;
 
 /* ---- shapes ---- */
@@ -106,6 +113,9 @@ static rapt_status check_keys(mha_call *call) {
         if (status != RAPT_OK) return status;
         layout_view(call, call->key, &batch, &p->keys);
         status = check_equal(call, "key", "batch", batch, p->batch, "query");
+        if (status == RAPT_OK && o->cache != NULL) {
+            status = check_equal(call, "key", "length", p->keys, p->queries, "query, whose keys the cache takes");
+        }
         if (status != RAPT_OK) return status;
     }
     if (call->value != NULL) {
@@ -133,7 +143,7 @@ static rapt_status check_causal(const mha_call *call) {
     const rapt_options *o = &call->options;
     const attn_problem *p = &call->problem;
     bool aligned = o->align_bottom_right || o->offset != 0 || o->offsets != NULL || o->limit_right;
-    if (!o->causal || aligned || p->queries == p->keys) return RAPT_OK;
+    if (!o->causal || aligned || p->queries == p->keys || o->cache != NULL) return RAPT_OK;
     return rapt_fail(call->context, RAPT_ERROR_SHAPE,
                      "causal needs as many queries as keys, but L is %lld and S is %lld: say how they are aligned, "
                      "bottom-right with "
@@ -194,12 +204,21 @@ static rapt_status check_call(mha_call *call, bool training) {
     p->dim = p->value_dim = c->head_dim;
     p->scale = c->scale;
     p->extra_keys = rapt_mha_extra_keys(c);
-    if (call->key == NULL && call->options.static_k == NULL)
+    bool has_others = call->options.static_k != NULL || call->options.cache != NULL;
+    if (call->key == NULL && (!has_others || (call->options.cache != NULL && call->value != NULL)))
         return rapt_fail(call->context, RAPT_ERROR_NULL, "key is NULL");
-    if (call->value == NULL && call->options.static_v == NULL)
+    if (call->value == NULL && (!has_others || (call->options.cache != NULL && call->key != NULL)))
         return rapt_fail(call->context, RAPT_ERROR_NULL, "value is NULL");
     status = check_keys(call);
     if (status != RAPT_OK) return status;
+    call->key_rows = p->keys;
+    if (call->options.cache != NULL) {
+        call->append = (cache_append){
+            .count = p->keys, .lengths = call->options.append_lengths, .attends_only = call->key == NULL};
+        status = rapt_cache_begin(call->context, call->options.cache, &call->options, &call->append, p);
+        if (status != RAPT_OK) return status;
+        call->holds_cache = true;
+    }
 
     int64_t longest = p->queries > p->keys ? p->queries : p->keys, bytes; /* N * L * H * D is then countable anywhere */
     if (__builtin_mul_overflow(p->batch, longest, &bytes) || __builtin_mul_overflow(bytes, p->heads, &bytes) ||
@@ -211,6 +230,9 @@ static rapt_status check_call(mha_call *call, bool training) {
     call->options.causal |= c->causal;
     status = rapt_attn_options(call->context, &call->options, call->batched, p);
     if (status == RAPT_OK) status = check_causal(call);
+    if (status == RAPT_OK && call->options.rotary != NULL) {
+        status = rapt_rotary_check(call->context, call->options.rotary, p->dim);
+    }
     if (status == RAPT_OK) status = check_dropout(call, training);
     if (status == RAPT_OK) status = rapt_check_output(call->context, "out", call->out);
     if (status != RAPT_OK) return status;
@@ -257,7 +279,8 @@ static void add_part(linear_problem *linear, const mha_projection *projection, r
 /* Memory between the steps. */
 typedef struct mha_scratch {
     char *q, *attended; /* [N, L, H*D] */
-    char *k, *v;        /* [N, S, Hk*D] */
+    char *k, *v;        /* [N, key_rows, Hk*D] */
+    void *rotary;       /* of rapt_rotate_rows */
     void *stage;        /* of the backend, for one step at a time */
 } mha_scratch;
 
@@ -267,25 +290,24 @@ typedef struct mha_products {
     linear_problem linear[4]; /* the last is the output projection */
 } mha_products;
 
-static mha_products plan_products(const mha_call *call, const mha_scratch *scratch, bool only_value) {
+static mha_products plan_products(const mha_call *call, const mha_scratch *scratch) {
     const rapt_mha_config *c = call->config;
     const attn_problem *p = &call->problem;
     int64_t q_features = c->num_heads * c->head_dim, kv_features = c->num_kv_heads * c->head_dim;
     rapt_view q_rows = rows_view(scratch->q, p->queries, q_features),
-              k_rows = rows_view(scratch->k, p->keys, kv_features);
-    rapt_view v_rows = rows_view(scratch->v, p->keys, kv_features);
+              k_rows = rows_view(scratch->k, call->key_rows, kv_features);
+    rapt_view v_rows = rows_view(scratch->v, call->key_rows, kv_features);
     const rapt_tensor *input[3] = {call->query, call->key, call->value};
     const mha_projection *projection[3] = {&call->parts.q, &call->parts.k, &call->parts.v};
     rapt_view rows[3] = {q_rows, k_rows, v_rows};
-    bool is_needed[3] = {!only_value, !only_value && call->options.static_k == NULL, call->options.static_v == NULL};
 
     mha_products products = {0};
     int index[3] = {0}; /* which product computes an input's projection */
     for (int i = 0; i < 3; i++) {
-        if (!is_needed[i]) continue;
+        if (!call->projects[i]) continue;
         index[i] = products.count;
         for (int earlier = 0; earlier < i; earlier++) {
-            if (is_needed[earlier] && rapt_same_view(input[earlier], input[i])) index[i] = index[earlier];
+            if (call->projects[earlier] && rapt_same_view(input[earlier], input[i])) index[i] = index[earlier];
         }
         linear_problem *linear = &products.linear[index[i]];
         if (index[i] == products.count) {
@@ -294,6 +316,7 @@ static mha_products plan_products(const mha_call *call, const mha_scratch *scrat
         }
         add_part(linear, projection[i], rows[i]);
     }
+    if (call->out == NULL) return products;
     linear_problem *out = &products.linear[products.count++];
     *out = (linear_problem){.dtype = c->dtype,
                             .batch = p->batch,
@@ -329,7 +352,7 @@ static bool takes_short_way(const mha_call *call) {
     bool open =
         !o->limit_left && !o->limit_right && o->offset == 0 && o->offsets == NULL; /* causal hides nothing here */
     return p->queries == 1 && p->keys == 1 && p->extra_keys == 0 && plain && open && o->weights == NULL &&
-           o->lse == NULL && o->static_k == NULL;
+           o->lse == NULL && o->static_k == NULL && o->cache == NULL;
 }
 
 /* ---- scratch memory ---- */
@@ -344,10 +367,11 @@ static size_t packed_bytes(const mha_projection *projection) {
 }
 
 /* What the longest of the steps needs. */
-static size_t stage_bytes(const mha_call *call, bool short_way) {
+/* What the backend needs for its largest step. */
+static size_t stage_bytes(const mha_call *call, bool attends) {
     const rapt_backend_table *backend = call->context->backend;
-    size_t most = short_way ? 0 : backend->attn_scratch(call->context, &call->problem);
-    mha_products products = plan_products(call, &(mha_scratch){0}, short_way);
+    size_t most = attends ? backend->attn_scratch(call->context, &call->problem) : 0;
+    mha_products products = plan_products(call, &(mha_scratch){0});
     for (int i = 0; i < products.count; i++) {
         size_t bytes = backend->linear_scratch(call->context, &products.linear[i]);
         if (bytes > most) most = bytes;
@@ -356,20 +380,20 @@ static size_t stage_bytes(const mha_call *call, bool short_way) {
 }
 
 /* A layer comes with its weights packed; those of a functional call are packed here, into scratch memory. */
-static rapt_status reserve(mha_call *call, bool short_way, mha_scratch *scratch) {
+static rapt_status reserve(mha_call *call, bool attends, mha_scratch *scratch) {
     rapt_context *context = call->context;
     const attn_problem *p = &call->problem;
     mha_parts *parts = &call->parts;
-    bool projects_keys = call->options.static_k == NULL;
     bool packs = context->backend->reads_packed_weights && parts->out.packed == NULL;
     bool makes_extra = p->extra_keys > 0 && (parts->extra_k == NULL || !context->backend->reads_packed_weights);
-    mha_projection *packed[4] = {short_way ? NULL : &parts->q, short_way || !projects_keys ? NULL : &parts->k,
-                                 projects_keys ? &parts->v : NULL, &parts->out};
+    mha_projection *packed[4] = {call->projects[0] ? &parts->q : NULL, call->projects[1] ? &parts->k : NULL,
+                                 call->projects[2] ? &parts->v : NULL, call->out != NULL ? &parts->out : NULL};
 
-    size_t q = rows_bytes(p, p->queries, p->heads), k = projects_keys ? rows_bytes(p, p->keys, p->kv_heads) : 0;
-    size_t extra = makes_extra ? rapt_mha_extra_bytes(call->config) : 0, stage = stage_bytes(call, short_way),
-           total = 0;
-    const size_t sizes[] = {q, q, k, k, extra, extra, stage};
+    size_t q = rows_bytes(p, p->queries, p->heads), k = rows_bytes(p, call->key_rows, p->kv_heads);
+    if (!call->projects[2]) k = 0;
+    size_t extra = makes_extra ? rapt_mha_extra_bytes(call->config) : 0, stage = stage_bytes(call, attends), total = 0;
+    size_t rotary = call->options.rotary != NULL ? rapt_rotary_scratch(context, p->dim) : 0;
+    const size_t sizes[] = {q, q, k, k, extra, extra, stage, rotary};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) total = rapt_size_add(total, rapt_arena_size(sizes[i]));
     for (int i = 0; packs && i < 4; i++) {
         if (packed[i] != NULL) total = rapt_size_add(total, rapt_arena_size(packed_bytes(packed[i])));
@@ -381,6 +405,7 @@ static rapt_status reserve(mha_call *call, bool short_way, mha_scratch *scratch)
     scratch->k = rapt_arena_take(arena, k);
     scratch->v = rapt_arena_take(arena, k);
     scratch->stage = rapt_arena_take(arena, stage);
+    scratch->rotary = rapt_arena_take(arena, rotary);
     if (makes_extra) {
         parts->extra_k = rapt_arena_take(arena, extra);
         parts->extra_v = rapt_arena_take(arena, extra);
@@ -397,38 +422,86 @@ static rapt_status reserve(mha_call *call, bool short_way, mha_scratch *scratch)
 
 /* ---- the whole ---- */
 
+/* Turns projected queries and keys by their positions: the caller's, those after the cache's, or counted from a sequence's first
+ * real key. */
+static void turn(const mha_call *call, const mha_scratch *scratch) {
+    const attn_problem *p = &call->problem;
+    const rapt_rotary *rotary = call->options.rotary;
+    if (rotary == NULL) return;
+    rotary_rows rows = {.dtype = p->dtype,
+                        .dim = p->dim,
+                        .batch = p->batch,
+                        .positions = rotary->positions,
+                        .first = p->cache != NULL ? p->offsets : NULL,
+                        .padding = p->key_start != NULL && rapt_same_view(call->query, call->key) ? p->key_start : NULL,
+                        .q = {.data = scratch->q, .length = p->queries, .heads = p->heads}};
+    if (call->projects[1]) rows.k = (rotary_heads){.data = scratch->k, .length = call->key_rows, .heads = p->kv_heads};
+    rapt_rotate_rows(call->context, rotary, &rows, scratch->rotary);
+}
+
+static void attend(const mha_call *call, const mha_scratch *scratch) {
+    attn_problem p = call->problem;
+    p.q = heads_view(scratch->q, p.queries, p.heads, p.dim);
+    p.out = heads_view(scratch->attended, p.queries, p.heads, p.dim);
+    rapt_view k = heads_view(scratch->k, call->key_rows, p.kv_heads, p.dim);
+    rapt_view v = heads_view(scratch->v, call->key_rows, p.kv_heads, p.dim);
+    p.extra_k = extra_view(&p, call->parts.extra_k);
+    p.extra_v = extra_view(&p, call->parts.extra_v);
+    if (call->options.cache != NULL) {
+        rapt_cache_attend(call->context, call->options.cache, &call->append, &k, &v, &p, scratch->stage);
+        return;
+    }
+    if (call->options.static_k == NULL) {
+        p.k = k;
+        p.v = v;
+    }
+    call->context->backend->attn_forward(call->context, &p, scratch->stage);
+}
+
+/* Output rows of tokens that are none. */
+static void blank_padding(const mha_call *call) {
+    const int64_t *lengths = call->options.append_lengths;
+    int64_t batch, length;
+    rapt_view out = layout_view(call, call->out, &batch, &length);
+    for (int64_t n = 0; n < batch && lengths != NULL; n++) {
+        for (int64_t i = lengths[n]; i < length; i++) {
+            for (int64_t e = 0; e < call->config->embed_dim; e++) {
+                int64_t at = n * out.stride[0] + i * out.stride[1] + e * out.stride[2];
+                rapt_store(out.data, call->config->dtype, at, 0);
+            }
+        }
+    }
+}
+
 static rapt_status compute(mha_call *call) {
     const rapt_backend_table *backend = call->context->backend;
-    attn_problem *p = &call->problem;
-    bool short_way = takes_short_way(call);
+    bool short_way = takes_short_way(call), projects_keys = call->options.static_k == NULL && call->key != NULL;
+    call->projects[0] = !short_way;
+    call->projects[1] = !short_way && projects_keys;
+    call->projects[2] = projects_keys;
     mha_scratch scratch;
-    rapt_status status = reserve(call, short_way, &scratch);
+    rapt_status status = reserve(call, !short_way, &scratch);
     if (status != RAPT_OK) return status;
 
-    mha_products products = plan_products(call, &scratch, short_way);
+    mha_products products = plan_products(call, &scratch);
     for (int i = 0; i < products.count - 1; i++) backend->linear(call->context, &products.linear[i], scratch.stage);
     if (short_way) {
         repeat_value(call, scratch.v, scratch.attended);
     } else {
-        p->q = heads_view(scratch.q, p->queries, p->heads, p->dim);
-        p->out = heads_view(scratch.attended, p->queries, p->heads, p->dim);
-        if (call->options.static_k == NULL) {
-            p->k = heads_view(scratch.k, p->keys, p->kv_heads, p->dim);
-            p->v = heads_view(scratch.v, p->keys, p->kv_heads, p->dim);
-        }
-        p->extra_k = extra_view(p, call->parts.extra_k);
-        p->extra_v = extra_view(p, call->parts.extra_v);
-        backend->attn_forward(call->context, p, scratch.stage);
+        turn(call, &scratch);
+        attend(call, &scratch);
     }
     backend->linear(call->context, &products.linear[products.count - 1], scratch.stage);
+    blank_padding(call);
     return RAPT_OK;
 }
 
 static rapt_status forward(mha_call *call, bool default_training) {
     rapt_mode mode = call->options.mode;
     rapt_status status = check_call(call, mode == RAPT_MODE_DEFAULT ? default_training : mode == RAPT_MODE_TRAIN);
-    if (status != RAPT_OK || call->problem.batch == 0 || call->problem.queries == 0) return status;
-    return compute(call);
+    if (status == RAPT_OK && call->problem.batch > 0 && call->problem.queries > 0) status = compute(call);
+    if (call->holds_cache) rapt_cache_end(call->options.cache);
+    return status;
 }
 
 /* ---- public entries ---- */
@@ -527,4 +600,58 @@ rapt_status rapt_mha_functional(rapt_context *context, const rapt_mha_weights *w
     rapt_status status = rapt_enter(context, &gate);
     if (status != RAPT_OK) return status;
     return rapt_leave(context, &gate, functional(context, weights, query, key, value, options, out));
+}
+
+/* ---- keys and values of an encoder, kept ---- */
+
+static rapt_status append_keys(mha_call *call) {
+    const rapt_mha_config *c = call->config;
+    attn_problem *p = &call->problem;
+    rapt_status status = rapt_check_tensor(call->context, "key", call->key);
+    if (status == RAPT_OK) status = rapt_check_tensor(call->context, "value", call->value);
+    if (status != RAPT_OK) return status;
+    call->query = call->key; /* whose rank and batch the others must have */
+    call->batched = call->key->ndim == 3;
+    if (call->key->ndim == 2 || call->key->ndim == 3) layout_view(call, call->key, &p->batch, &p->queries);
+    p->dtype = c->dtype;
+    p->heads = c->num_heads;
+    p->kv_heads = c->num_kv_heads;
+    p->dim = p->value_dim = c->head_dim;
+    status = check_keys(call);
+    if (status != RAPT_OK) return status;
+    call->key_rows = p->keys;
+    call->append.count = p->keys;
+    p->queries = 0;
+    status = rapt_cache_begin(call->context, call->options.cache, &call->options, &call->append, p);
+    if (status != RAPT_OK) return status;
+    call->holds_cache = true;
+    call->projects[1] = call->projects[2] = true;
+    mha_scratch scratch;
+    status = reserve(call, false, &scratch);
+    if (status != RAPT_OK) return status;
+    mha_products products = plan_products(call, &scratch);
+    for (int i = 0; i < products.count; i++) {
+        call->context->backend->linear(call->context, &products.linear[i], scratch.stage);
+    }
+    attend(call, &scratch);
+    return RAPT_OK;
+}
+
+rapt_status rapt_mha_append(rapt_context *context, const rapt_mha *layer, const rapt_tensor *key,
+                            const rapt_tensor *value, rapt_cache *cache, const int64_t *lengths) {
+    rapt_call gate;
+    rapt_status status = rapt_enter(context, &gate);
+    if (status != RAPT_OK) return status;
+    if (layer == NULL) return rapt_leave(context, &gate, rapt_fail(context, RAPT_ERROR_NULL, "layer is NULL"));
+    if (cache == NULL) return rapt_leave(context, &gate, rapt_fail(context, RAPT_ERROR_NULL, "cache is NULL"));
+    mha_call call = {.context = context,
+                     .config = &layer->config,
+                     .parts = layer->parts,
+                     .key = key,
+                     .value = value,
+                     .options = {.cache = cache},
+                     .append = {.lengths = lengths}};
+    status = append_keys(&call);
+    if (call.holds_cache) rapt_cache_end(cache);
+    return rapt_leave(context, &gate, status);
 }

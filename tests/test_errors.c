@@ -354,7 +354,7 @@ static void test_masks_and_results(void **state) {
 
 static void test_options(void **state) {
     (void)state;
-    for (int i = 0; i < 16; i++) {
+    for (int i = 0; i < (int)(sizeof((rapt_options *)0)->reserved / sizeof(uint64_t)); i++) {
         char text[60];
         snprintf(text, sizeof text, "options.reserved[%d] is not 0", i);
         OPERATOR(ERROR_ARGUMENT, text, s.options.reserved[i] = 1);

@@ -276,6 +276,9 @@ typedef enum rapt_mode {
     RAPT_MODE_EVAL = 2,
 } rapt_mode;
 
+typedef struct rapt_cache rapt_cache;   /* section 10 */
+typedef struct rapt_rotary rapt_rotary; /* section 10 */
+
 /* What a forward takes beside its tensors. Set it to zero ({0} in C, {} in C++) and then what you need. The reserved
  * space lets it grow without breaking compiled programs; it must stay zero. */
 typedef struct rapt_options {
@@ -305,7 +308,12 @@ typedef struct rapt_options {
     /* rapt_mha_functional only: projected keys and values, used instead of projecting key and value */
     const rapt_tensor *static_k, *static_v; /* [N*Hk, S, D] */
 
-    uint64_t reserved[16];
+    /* decoding, section 10 */
+    rapt_cache *cache;             /* keys and values so far, to which this call's are appended */
+    const int64_t *append_lengths; /* [N], with a cache: how many of the L tokens are real, from the first on */
+    const rapt_rotary *rotary;     /* layers only: turns queries and keys by their positions */
+
+    uint64_t reserved[13];
 } rapt_options;
 
 /* options may be NULL. out, options->weights and options->lse may not overlap anything else. Dropout above 0 is not
@@ -638,6 +646,130 @@ static inline rapt_save_options rapt_save_options_default(void) {
  * scheme has one bias for q, k and v and the layer not all three, the others are zeros. */
 RAPT_API rapt_status rapt_mha_save(rapt_context *context, const rapt_mha *layer, const char *path,
                                    const rapt_save_options *options);
+/* --------------------------------------------------------------------------------------------------------------------
+ * 10. DECODING: THE CACHE AND ROTARY POSITIONS
+ *
+ * A cache keeps the keys and values of each sequence of a batch as the kernels read them. A forward with options.cache
+ * appends those of its tokens and attends to all; queries stand at the positions where their tokens were appended, so
+ * causal needs no alignment:
+ *
+ *     rapt_cache *cache;
+ *     rapt_cache_config settings = rapt_cache_config_default(1, 4096);        // one sequence, 4096 positions
+ *     rapt_cache_create(ctx, layer, &settings, &cache);
+ *     rapt_options options = {.causal = true, .cache = cache};
+ *     rapt_mha_forward(ctx, layer, &prompt, &prompt, &prompt, &options, &y);  // [1, 57, E]
+ *     rapt_mha_forward(ctx, layer, &token, &token, &token, &options, &y1);    // [1, 1, E], and so on
+ *
+ * Token by token, in chunks or all at once: the same bits, when the cache has the layer's dtype (f32, f64).
+ *
+ * Sequences may have different lengths. append_lengths[n] tells how many of the call's L tokens are real for sequence n;
+ * output, weights and log-sum-exp of the others are 0, 0 and -inf. With key and value NULL nothing is appended and the queries
+ * are the last L positions. Beside a cache, key_padding_mask, key_start, key_lengths, offsets and alignments are refused; masks are [.., L, S]
+ * with S the longest sequence after the call. Extra keys of a layer are never put into a cache.
+ *
+ * The operator takes one too: key and value [N,Hk,L,D] are appended before query [N,H,L,D] attends.
+ *
+ * One thread uses a cache at a time (a second one that tries gets RAPT_ERROR_STATE).
+ */
+typedef struct rapt_cache_config {
+    size_t struct_size;   /* set by rapt_cache_config_default */
+    int64_t batch;        /* N */
+    int64_t capacity;     /* positions of a sequence; with a window, what it may grow to: any number */
+    int64_t num_kv_heads; /* Hk; RAPT_DEFAULT: the layer's */
+    int64_t head_dim;     /* D; RAPT_DEFAULT: the layer's */
+    int64_t value_dim;    /* Dv; RAPT_DEFAULT: head_dim */
+    bool set_dtype;       /* whether dtype is given; if not, the layer's */
+    rapt_dtype dtype;     /* of what is stored: any floating-point type, whatever the layer's */
+    int64_t window;       /* above 0: a query sees this many positions, its own included, and older ones make room */
+} rapt_cache_config;
+
+static inline rapt_cache_config rapt_cache_config_default(int64_t batch, int64_t capacity) {
+    rapt_cache_config config;
+    memset(&config, 0, sizeof config);
+    config.struct_size = sizeof config;
+    config.batch = batch;
+    config.capacity = capacity;
+    config.num_kv_heads = config.head_dim = config.value_dim = RAPT_DEFAULT;
+    return config;
+}
+
+/* layer may be NULL if the config gives num_kv_heads, head_dim and dtype. A cache may outlive both. */
+RAPT_API rapt_status rapt_cache_create(rapt_context *context, const rapt_mha *layer, const rapt_cache_config *config,
+                                       rapt_cache **cache);
+RAPT_API void rapt_cache_destroy(rapt_cache *cache);
+RAPT_API const rapt_cache_config *rapt_cache_settings(const rapt_cache *cache);
+RAPT_API int64_t rapt_cache_length(const rapt_cache *cache, int64_t sequence); /* -1 if there is no such sequence */
+RAPT_API int64_t rapt_cache_bytes(const rapt_cache *cache);                    /* of memory that it holds */
+
+/* All sequences to length 0. */
+RAPT_API rapt_status rapt_cache_clear(rapt_context *context, rapt_cache *cache);
+/* Rolls a sequence (or, for RAPT_ALL, each that is longer) back to a length. With a window, as far as keys that are then seen are
+ * still there. */
+#define RAPT_ALL (-1)
+RAPT_API rapt_status rapt_cache_truncate(rapt_context *context, rapt_cache *cache, int64_t sequence, int64_t length);
+/* Sequence `to` becomes a copy of `from`. */
+RAPT_API rapt_status rapt_cache_copy(rapt_context *context, rapt_cache *cache, int64_t from, int64_t to);
+/* Sequence n becomes what source[n] was, for all n at once: the step of a beam search. */
+RAPT_API rapt_status rapt_cache_reorder(rapt_context *context, rapt_cache *cache, const int64_t *source);
+
+/* Keys [N,S,Hk,D] and values [N,S,Hk,Dv] of all sequences as plain tensors of any floating-point type; S is at least the longest
+ * length, and what a sequence does not have is 0. Import sets every sequence to lengths[n] positions (NULL: all S). Not with a window. */
+RAPT_API rapt_status rapt_cache_export(rapt_context *context, rapt_cache *cache, const rapt_tensor *keys,
+                                       const rapt_tensor *values);
+RAPT_API rapt_status rapt_cache_import(rapt_context *context, rapt_cache *cache, const rapt_tensor *keys,
+                                       const rapt_tensor *values, const int64_t *lengths);
+
+/* Rotary positions: pairs of dimensions of projected queries and keys turn by an angle that grows with the position, before keys are
+ * stored. Positions count from a sequence's first real token, with a cache on from its length, unless the call gives them. Pair i
+ * turns base^(-2i/dims) radians a position; the scalings are those of Hugging Face Transformers:
+ *
+ *     linear    every pair `factor` times slower
+ *     ntk       a larger base for sequences of `length` tokens, if that is above original_length ("dynamic")
+ *     llama3    pairs that make fewer than low_turns turns within original_length are `factor` times slower, those above high_turns
+ *               stay, between them it is mixed
+ *     yarn      likewise by dimension, low_turns and high_turns being beta_slow and beta_fast; what is turned is multiplied by
+ *               0.1 ln(factor) + 1 unless the amplitude is given
+ */
+typedef enum rapt_rotary_scaling {
+    RAPT_ROTARY_PLAIN = 0,
+    RAPT_ROTARY_LINEAR = 1,
+    RAPT_ROTARY_NTK = 2,
+    RAPT_ROTARY_LLAMA3 = 3,
+    RAPT_ROTARY_YARN = 4,
+} rapt_rotary_scaling;
+
+struct rapt_rotary {
+    size_t struct_size; /* set by rapt_rotary_default */
+    bool interleaved;   /* pairs are (2i, 2i + 1), GPT-J's; else (i, i + dims / 2), Llama's */
+    bool set_amplitude;
+    rapt_rotary_scaling scaling;
+    int64_t dims; /* of each head that turn, an even number; RAPT_DEFAULT: all */
+    double base;  /* 10000 */
+    double factor;
+    int64_t original_length, length;
+    double low_turns, high_turns; /* 1 and 4 (llama3), 1 and 32 (yarn) */
+    double amplitude;
+    const int64_t *positions; /* [N,L] of this call's tokens, or NULL */
+};
+
+static inline rapt_rotary rapt_rotary_default(double base) {
+    rapt_rotary rotary;
+    memset(&rotary, 0, sizeof rotary);
+    rotary.struct_size = sizeof rotary;
+    rotary.dims = RAPT_DEFAULT;
+    rotary.base = base;
+    rotary.factor = 1;
+    return rotary;
+}
+
+/* Turns a contiguous [N,L,H,D] in place; token i of sequence n stands at first[n] + i (NULL: i) or where positions say. */
+RAPT_API rapt_status rapt_rotate(rapt_context *context, const rapt_rotary *rotary, const int64_t *first,
+                                 const rapt_tensor *tensor);
+
+/* Cross-attention: projects an encoder's key and value [..,S,kdim], [..,S,vdim] and appends them, so that forwards with
+ * key and value NULL attend to them without projecting again. lengths [N] as append_lengths. */
+RAPT_API rapt_status rapt_mha_append(rapt_context *context, const rapt_mha *layer, const rapt_tensor *key,
+                                     const rapt_tensor *value, rapt_cache *cache, const int64_t *lengths);
 
 #ifdef __cplusplus
 }

@@ -12,6 +12,7 @@
  * Cuts are counted from the first real key of a sequence. Everything else here (waves, tiles, lanes) changes speed and
  * memory and never a bit.
  */
+#include "../cache.h"
 #include "cpu.h"
 #include "kernels/kernels.h"
 
@@ -131,12 +132,12 @@ static attn_plan make_plan(const rapt_context *context, const attn_problem *p) {
     plan.unit_bytes = rapt_size_add(rapt_size_mul(plan.cut_bytes, (size_t)plan.max_cuts), plan.extra_bytes);
 
     size_t budget = rapt_size_mul(WAVE_BYTES_PER_LANE, (size_t)context->lanes);
-    plan.streams = plan.tiles_per_unit == 1;
-    plan.in_place = plan.streams && reads_in_place(p, plan.rows_per_unit);
+    plan.streams = plan.tiles_per_unit == 1 || p->cache != NULL; /* a cache is packed already */
+    plan.in_place = plan.streams && p->cache == NULL && reads_in_place(p, plan.rows_per_unit);
     plan.is_far = rapt_size_mul(key_bytes, product_of(plan.units, p->keys)) > FAR_BYTES;
     plan.masks_some = p->mask.data != NULL || p->padding.data != NULL || p->limit_left || p->limit_right;
     /* Values that already lie as a panel of them would; wider ones lose more to the caches' sets than packing costs. */
-    plan.v_in_place = p->dtype == rapt_accumulation_dtype(p->dtype) && p->v.stride[3] == 1 &&
+    plan.v_in_place = p->dtype == rapt_accumulation_dtype(p->dtype) && p->v.stride[3] == 1 && p->cache == NULL &&
                       p->v.stride[2] == p->value_dim && p->value_dim <= PANEL && p->value_dim % COLUMNS == 0;
     plan.wave_units = plan.units;
     if (!plan.streams && rapt_size_mul(plan.unit_bytes, (size_t)plan.units) > budget) {
@@ -144,6 +145,7 @@ static attn_plan make_plan(const rapt_context *context, const attn_problem *p) {
     }
     /* For all units, which is more than one wave needs, but never less than what a smaller problem needs. */
     size_t cut_table = rapt_size_mul(sizeof(attn_keys) + sizeof(atomic_int), (size_t)plan.max_cuts + 1);
+    if (plan.streams) cut_table = 0;
     size_t unit_table = rapt_size_add(sizeof(attn_unit), cut_table);
     plan.table_bytes = rapt_arena_size(rapt_size_mul(unit_table, (size_t)plan.units));
 
@@ -244,6 +246,19 @@ static void pack_keys(const attn_job *job, const attn_unit *unit, int64_t cut, c
     keys->first_key = keys->extra ? p->keys : unit->first_key + (unit->first_cut + cut) * CUT;
     keys->keys = keys->extra ? p->extra_keys : smaller(CUT, unit->end - keys->first_key);
     keys->capacity = keys->extra ? PANEL : plan->cut_capacity;
+    keys->dtype = rapt_accumulation_dtype(p->dtype);
+    keys->k_in_place = keys->v_in_place = keys->has_non_finite_values = false;
+    if (p->cache != NULL && !keys->extra) {
+        const rapt_cache *cache = p->cache;
+        int64_t at = unit->first_cut + cut, block = rapt_cache_block_index(cache, unit->n, unit->kv_head, at);
+        keys->capacity = CUT;
+        keys->dtype = cache->config.dtype;
+        keys->k = rapt_cache_block(cache, unit->n, unit->kv_head, at);
+        keys->v = (const char *)keys->k + cache->value_offset;
+        keys->widened = packed;
+        keys->has_non_finite_values = cache->non_finite[block] != 0;
+        return;
+    }
     keys->k = packed;
     const rapt_view *k = keys->extra ? &p->extra_k : &p->k, *v = keys->extra ? &p->extra_v : &p->v;
     int64_t first = keys->extra ? 0 : keys->first_key, element = (int64_t)rapt_dtype_size(p->dtype);
@@ -256,7 +271,6 @@ static void pack_keys(const attn_job *job, const attn_unit *unit, int64_t cut, c
     keys->k_in_place = plan->in_place && !keys->extra;
     keys->is_far = plan->is_far;
     keys->v_in_place = (plan->in_place || plan->v_in_place) && !keys->extra;
-    keys->has_non_finite_values = false;
     if (keys->v_in_place) {
         keys->v = v_rows;
         if (plan->masks_some && !plan->in_place) { /* else it does not matter */
@@ -453,7 +467,8 @@ static void run_wave(rapt_context *context, attn_job *job, int64_t first_unit) {
     for (int64_t u = 0; u < job->unit_count; u++) {
         attn_unit *unit = &job->units[u];
         find_unit(job, first_unit + u, u > 0 ? unit - 1 : NULL, unit);
-        for (int64_t cut = 0; cut < cuts_with_extra(job, unit); cut++) atomic_init(&unit->state[cut], UNPACKED);
+        int64_t cuts = plan->streams ? 0 : cuts_with_extra(job, unit);
+        for (int64_t cut = 0; cut < cuts; cut++) atomic_init(&unit->state[cut], UNPACKED);
     }
 
     int64_t slots = plan->slots, tiles = job->unit_count * plan->tiles_per_unit;
@@ -493,7 +508,7 @@ static void attn_forward(rapt_context *context, const attn_problem *p, void *scr
 
     attn_keys *keys = (attn_keys *)(void *)(job.units + plan->wave_units);
     atomic_int *states = (atomic_int *)(void *)(keys + plan->wave_units * (plan->max_cuts + 1));
-    for (int64_t u = 0; u < plan->wave_units; u++) {
+    for (int64_t u = 0; u < plan->wave_units && !plan->streams; u++) {
         job.units[u].keys = keys + u * (plan->max_cuts + 1);
         job.units[u].state = states + u * (plan->max_cuts + 1);
     }

@@ -4,6 +4,8 @@
  */
 #include "ref.h"
 
+#include "../cache.h"
+
 #include <float.h>
 #include <math.h>
 
@@ -41,6 +43,12 @@ static bool is_seen(const attn_problem *p, int64_t n, int64_t h, int64_t i, int6
 static double key_element(const attn_problem *p, const rapt_view *real, const rapt_view *extra, int64_t n,
                           int64_t kv_head, int64_t j, int64_t d) {
     if (j >= p->keys) return element(extra, p->dtype, n, kv_head, j - p->keys, d);
+    if (p->cache != NULL) {
+        const char *block = rapt_cache_block(p->cache, n, kv_head, j / CUT);
+        if (real == &p->k) return rapt_load(block, p->cache->config.dtype, rapt_cache_key_at(p->cache, j % CUT, d));
+        return rapt_load(block + p->cache->value_offset, p->cache->config.dtype,
+                         rapt_cache_value_at(p->cache, j % CUT, d));
+    }
     return element(real, p->dtype, n, kv_head, j, d);
 }
 

@@ -2,6 +2,7 @@
 #ifndef RAPT_CPU_KERNELS_ATTENTION_H
 #define RAPT_CPU_KERNELS_ATTENTION_H
 
+#include "../../cache.h"
 #include "masks.h"
 #include "product.h"
 #include "softmax.h"
@@ -78,6 +79,13 @@ INLINE void in_place_scores(const int R, int64_t dim, const attn_keys *keys, con
     for (; c < end; c += LANES) in_place_columns(R, dim, keys, q, c, false, scores);
 }
 
+/* `count` elements of keys or values from `at` on: where they lie, or as reals in `widened`. */
+INLINE const real *as_reals(const attn_keys *keys, const void *data, int64_t at, int64_t count) {
+    if (keys->dtype == REAL_DTYPE) return (const real *)data + at;
+    load_row(keys->widened, data, keys->dtype, at, 1, count);
+    return keys->widened;
+}
+
 /* Scores [count][CUT] of the columns [begin, end). */
 static void tile_scores(const attn_rows *rows, const attn_keys *keys, const real *q, int64_t begin, int64_t end,
                         real *scores) {
@@ -93,28 +101,45 @@ static void tile_scores(const attn_rows *rows, const attn_keys *keys, const real
     for (int64_t panel = begin / PANEL; panel * PANEL < end; panel++) {
         int64_t first = panel * PANEL > begin ? panel * PANEL : begin;
         int64_t last = (panel + 1) * PANEL < end ? (panel + 1) * PANEL : end;
-        const real *k = (const real *)keys->k + panel * PANEL * dim + (first - panel * PANEL);
+        const real *k = as_reals(keys, keys->k, panel * PANEL * dim, PANEL * dim) + (first - panel * PANEL);
         product(rows->count, dim, q, dim, k, PANEL, last - first, scores + first, CUT);
     }
 }
 
-/* The product of weights and values where values hold NaN or infinity: a masked key (weight -0) must add nothing, and
- * 0 * NaN would. Otherwise the same chains as product(). */
-static void select_product(int64_t rows, int64_t inner, const real *weights, const real *v, int64_t v_stride,
-                           int64_t width, real *out, int64_t out_stride) {
+/* A chain of the product of weights and values where values hold NaN or infinity: a masked key (weight -0) must add
+ * nothing, and 0 * NaN would. Otherwise as product_chain(). */
+static void select_chain(int64_t rows, int64_t inner, const real *weights, const real *v, int64_t v_stride,
+                         int64_t width, sums_to to) {
     for (int64_t r = 0; r < rows; r++) {
         for (int64_t d = 0; d < width; d += LANES) {
-            vec total = v_zero();
-            for (int64_t c = 0; c < inner;) {
-                vec sum = v_zero();
-                int64_t first = c, end = inner - c < CHAIN ? inner : c + CHAIN;
-                for (; c < end; c++) {
-                    real weight = weights[r * CUT + c];
-                    if (!signbit(weight)) sum = v_fma(v_all(weight), v_load(v + c * v_stride + d), sum);
-                }
-                total = first == 0 ? sum : v_add(total, sum);
+            vec sum = v_zero();
+            for (int64_t c = 0; c < inner; c++) {
+                real weight = weights[r * CUT + c];
+                if (!signbit(weight)) sum = v_fma(v_all(weight), v_load(v + c * v_stride + d), sum);
             }
-            v_store(out + r * out_stride + d, total);
+            if (to.before != NULL) sum = v_add(v_load(to.before + r * to.ld_before + d), sum);
+            v_store(to.c + r * to.ldc + d, sum);
+        }
+    }
+}
+
+/* Values of the keys [first, first + inner) weighted by scores [count][CUT], into partial->out. */
+static void weigh_values(const attn_rows *rows, const attn_keys *keys, int64_t first, int64_t inner, bool mark_masked,
+                         const real *scores, attn_partial *partial) {
+    int64_t ldo = partial->out_stride;
+    for (int64_t d = 0; d < ldo; d += PANEL) {
+        int64_t width = ldo - d < PANEL ? ldo - d : PANEL, stride = keys->v_in_place ? keys->v_stride : width;
+        int64_t panel_at = keys->v_in_place ? d : d * keys->capacity;
+        real *out = (real *)partial->out + d;
+        for (int64_t k = 0; k < inner || k == 0; k += CHAIN) { /* as product() does, but a chain of values at a time */
+            int64_t count = inner - k < CHAIN ? inner - k : CHAIN;
+            const real *v = as_reals(keys, keys->v, panel_at + (first + k) * stride, count * stride);
+            sums_to to = {.before = k > 0 ? out : NULL, .ld_before = ldo, .c = out, .ldc = ldo};
+            if (mark_masked) {
+                select_chain(rows->count, count, scores + first + k, v, stride, width, to);
+            } else {
+                product_chain(rows->count, count, scores + first + k, CUT, v, stride, width, to);
+            }
         }
     }
 }
@@ -181,21 +206,7 @@ static void attn_block(const attn_rows *rows, const attn_keys *keys, tile_range 
     for (int64_t r = 0; r < rows->count && first < range.begin; r++) {
         for (int64_t c = first; c < range.begin; c++) scores[r * CUT + c] = (real)-0.0;
     }
-    for (int64_t d = 0; d < partial->out_stride; d += PANEL) {
-        int64_t width = partial->out_stride - d < PANEL ? partial->out_stride - d : PANEL;
-        const real *v = (const real *)keys->v + d * keys->capacity + first * width;
-        int64_t v_stride = width;
-        if (keys->v_in_place) {
-            v = (const real *)keys->v + first * keys->v_stride + d;
-            v_stride = keys->v_stride;
-        }
-        real *out = (real *)partial->out + d;
-        if (mark_masked) {
-            select_product(rows->count, inner, scores + first, v, v_stride, width, out, partial->out_stride);
-        } else {
-            product(rows->count, inner, scores + first, CUT, v, v_stride, width, out, partial->out_stride);
-        }
-    }
+    weigh_values(rows, keys, first, inner, mark_masked, scores, partial);
 }
 
 static bool attn_cut(const attn_rows *rows, const attn_keys *keys, const void *q, void *scratch,
@@ -259,6 +270,15 @@ static __attribute__((noinline)) bool copy_sole_value(const attn_rows *rows, int
     const attn_problem *p = rows->problem;
     int64_t key = rapt_sole_key(p, rows->n, row_head(rows, r), row_query(rows, r));
     if (key < 0) return false;
+    if (p->cache != NULL && key < p->keys) {
+        const rapt_cache *cache = p->cache;
+        const char *values = rapt_cache_block(cache, rows->n, rows->kv_head, key / CUT) + cache->value_offset;
+        for (int64_t d = 0; d < p->value_dim; d += PANEL) {
+            int64_t count = p->value_dim - d < PANEL ? p->value_dim - d : PANEL;
+            load_row(out + d, values, cache->config.dtype, rapt_cache_value_at(cache, key % CUT, d), 1, count);
+        }
+        return true;
+    }
     const rapt_view *v = key < p->keys ? &p->v : &p->extra_v;
     if (key >= p->keys) key -= p->keys;
     int64_t offset = rows->n * v->stride[0] + rows->kv_head * v->stride[1] + key * v->stride[2];

@@ -41,8 +41,10 @@ typedef struct attn_keys {
     int64_t capacity; /* rows of a value panel */
     bool extra;       /* bias_kv and the zero key: seen by all, masked by nothing; first_key is S */
     bool has_non_finite_values;
-    const void *k; /* panels of PANEL keys: [panel][D][PANEL] */
-    const void *v; /* panels of PANEL value dimensions: [panel][capacity][PANEL], the last as wide as it must */
+    const void *k;    /* panels of PANEL keys: [panel][D][PANEL] */
+    const void *v;    /* panels of PANEL value dimensions: [panel][capacity][PANEL], the last as wide as it must */
+    rapt_dtype dtype; /* of k and v */
+    void *widened;    /* room for a panel of keys or a chain of values as reals, if dtype is another type */
     /* Not packed, but rows of reals where they lie, D and Dv multiples of COLUMNS: k [keys][D] for at most IN_PLACE_ROWS
      * rows, which all see all of these keys; v [keys][Dv]. */
     bool k_in_place, v_in_place;

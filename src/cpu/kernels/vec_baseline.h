@@ -51,8 +51,9 @@ INLINE vec v_where_equal(vec x, real to, vec then, vec otherwise) {
 }
 INLINE void v_load_transposed(const real *rows, int64_t stride, vec x[LANES]) {
     for (int i = 0; i < LANES; i++) {
-        x[i] = v_zero();
-        for (int j = 0; j < LANES; j++) x[i][j] = rows[j * stride + i];
+        vec column = v_zero();
+        for (int j = 0; j < LANES; j++) column[j] = rows[j * stride + i];
+        x[i] = column;
     }
 }
 INLINE real v_sum(vec x) {

@@ -1,0 +1,219 @@
+/* rotary.c - rotary positions: pairs of dimensions turn by an angle that grows with the position, each pair at its own speed
+ *
+ * Speeds and angles are computed in double precision, in turns instead of radians so that whole ones drop out exactly;
+ * sine and cosine are rounded once to the accumulation type. The bits are the same on every machine.
+ */
+#include "rotary.h"
+
+#include "elements.h"
+
+#include <math.h>
+
+typedef long long ll; /* for printf */
+
+#define TWO_PI 0x1.921fb54442d18p+2
+
+/* ---- speeds ---- */
+
+static double power(double base, double exponent) { return rapt_exp2(exponent * rapt_log2(base)); }
+
+static double clamp(double x, double low, double high) { return x < low ? low : x > high ? high : x; }
+
+/* The dimension whose pair makes so many turns within the original length. */
+static double dimension_of_turns(const rapt_rotary *r, double dims, double turns) {
+    return dims * rapt_log((double)r->original_length / (turns * TWO_PI)) / (2 * rapt_log(r->base));
+}
+
+/* Radians that pair i of `pairs` turns for each position. */
+static double speed(const rapt_rotary *r, int64_t pairs, int64_t i) {
+    double dims = 2 * (double)pairs, base = r->base, exponent = 2 * (double)i / dims;
+    if (r->scaling == RAPT_ROTARY_NTK && r->length > r->original_length && pairs > 1) {
+        double stretch = r->factor * (double)r->length / (double)r->original_length - (r->factor - 1);
+        base *= power(stretch, dims / (dims - 2));
+    }
+    double plain = power(base, -exponent);
+    switch (r->scaling) {
+    case RAPT_ROTARY_LINEAR: return plain / r->factor;
+    case RAPT_ROTARY_LLAMA3: {
+        double turns = (double)r->original_length * plain / TWO_PI; /* within the original length */
+        if (turns < r->low_turns) return plain / r->factor;
+        if (turns > r->high_turns) return plain;
+        double smooth = (turns - r->low_turns) / (r->high_turns - r->low_turns);
+        return (1 - smooth) * plain / r->factor + smooth * plain;
+    }
+    case RAPT_ROTARY_YARN: {
+        double low = floor(dimension_of_turns(r, dims, r->high_turns));
+        double high = ceil(dimension_of_turns(r, dims, r->low_turns));
+        low = clamp(low, 0, dims - 1);
+        high = clamp(high, 0, dims - 1);
+        if (low == high) high += 0.001;
+        double ramp = clamp(((double)i - low) / (high - low), 0, 1);
+        return plain / r->factor * ramp + plain * (1 - ramp);
+    }
+    default: return plain;
+    }
+}
+
+static double amplitude(const rapt_rotary *r) {
+    if (r->set_amplitude) return r->amplitude;
+    return r->scaling == RAPT_ROTARY_YARN && r->factor > 1 ? 0.1 * rapt_log(r->factor) + 1 : 1;
+}
+
+/* ---- checks ---- */
+
+static int64_t pairs_of(const rapt_rotary *r, int64_t head_dim) {
+    return (r->dims == RAPT_DEFAULT ? head_dim : r->dims) / 2;
+}
+
+static rapt_status check_number(rapt_context *context, const char *name, double value, double above) {
+    if (isfinite(value) && value > above) return RAPT_OK;
+    return rapt_fail(context, RAPT_ERROR_ARGUMENT, "rotary.%s is %g, expected a number above %g", name, value, above);
+}
+
+rapt_status rapt_rotary_check(rapt_context *context, const rapt_rotary *r, int64_t head_dim) {
+    if (r->struct_size < sizeof *r || !rapt_extra_bytes_are_zero(r, sizeof *r, r->struct_size)) {
+        return rapt_fail(context, RAPT_ERROR_ARGUMENT,
+                         "rotary.struct_size is %zu, expected %zu: start from rapt_rotary_default", r->struct_size,
+                         sizeof *r);
+    }
+    int64_t dims = r->dims == RAPT_DEFAULT ? head_dim : r->dims;
+    if (dims < 2 || dims > head_dim || dims % 2 != 0) {
+        return rapt_fail(context, RAPT_ERROR_ARGUMENT,
+                         "rotary.dims is %lld, expected an even number from 2 to head_dim %lld", (ll)dims,
+                         (ll)head_dim);
+    }
+    if (r->scaling < RAPT_ROTARY_PLAIN || r->scaling > RAPT_ROTARY_YARN) {
+        return rapt_fail(context, RAPT_ERROR_ARGUMENT, "rotary.scaling is %d, which is no rapt_rotary_scaling",
+                         (int)r->scaling);
+    }
+    rapt_status status = check_number(context, "base", r->base, 1);
+    if (status == RAPT_OK && r->scaling != RAPT_ROTARY_PLAIN) status = check_number(context, "factor", r->factor, 0);
+    if (status == RAPT_OK && r->scaling > RAPT_ROTARY_LINEAR) {
+        status = check_number(context, "original_length", (double)r->original_length, 0);
+    }
+    if (status == RAPT_OK && r->scaling >= RAPT_ROTARY_LLAMA3) {
+        status = check_number(context, "low_turns", r->low_turns, 0);
+        if (status == RAPT_OK) status = check_number(context, "high_turns", r->high_turns, r->low_turns);
+    }
+    if (status == RAPT_OK && r->set_amplitude) status = check_number(context, "amplitude", r->amplitude, 0);
+    if (status == RAPT_OK && (uintptr_t)r->positions % sizeof(int64_t) != 0) {
+        status = rapt_fail(context, RAPT_ERROR_LAYOUT, "rotary.positions is at %p, which is not aligned to 8 bytes",
+                           (const void *)r->positions);
+    }
+    return status;
+}
+
+/* ---- turning ---- */
+
+typedef struct turn_job {
+    const rapt_rotary *rotary;
+    const rotary_rows *rows;
+    int64_t pairs, longest;
+    double amplitude;
+    double *speeds; /* [pairs], turns a position */
+    char *lanes;    /* [lanes][pairs][2] doubles: cosine and sine */
+} turn_job;
+
+size_t rapt_rotary_scratch(const rapt_context *context, int64_t head_dim) {
+    size_t pairs = rapt_arena_size(rapt_size_mul(2 * sizeof(double), (size_t)head_dim / 2));
+    return rapt_size_mul(pairs, (size_t)context->lanes + 1);
+}
+
+/* x' = x cos - y sin, y' = y cos + x sin, each product and sum rounded in the accumulation type. */
+static void turn_pair(char *head, rapt_dtype dtype, int64_t first, int64_t second, const double *turn) {
+    if (dtype == RAPT_F64) {
+        double *values = (double *)(void *)head, x = values[first], y = values[second];
+        values[first] = x * turn[0] - y * turn[1];
+        values[second] = y * turn[0] + x * turn[1];
+        return;
+    }
+    float x = (float)rapt_element_load(head, dtype, first), y = (float)rapt_element_load(head, dtype, second);
+    float cosine = (float)turn[0], sine = (float)turn[1];
+    rapt_element_store(head, dtype, first, (double)(x * cosine - y * sine));
+    rapt_element_store(head, dtype, second, (double)(y * cosine + x * sine));
+}
+
+static void turn_heads(const turn_job *job, const rotary_heads *heads, int64_t n, int64_t i, const double *turns) {
+    const rotary_rows *rows = job->rows;
+    if (heads->data == NULL || i >= heads->length) return;
+    size_t head_bytes = (size_t)rows->dim * rapt_dtype_size(rows->dtype);
+    char *head = heads->data + (size_t)((n * heads->length + i) * heads->heads) * head_bytes;
+    for (int64_t h = 0; h < heads->heads; h++, head += head_bytes) {
+        for (int64_t p = 0; p < job->pairs; p++) {
+            bool apart = job->rotary->interleaved;
+            turn_pair(head, rows->dtype, apart ? 2 * p : p, apart ? 2 * p + 1 : p + job->pairs, turns + 2 * p);
+        }
+    }
+}
+
+static void turn_row(void *arg, int64_t item, int32_t lane) {
+    const turn_job *job = arg;
+    const rotary_rows *rows = job->rows;
+    int64_t n = item / job->longest, i = item % job->longest, position;
+    if (rows->positions != NULL) {
+        position = rows->positions[item];
+    } else {
+        position = i + (rows->first != NULL ? rows->first[n] : 0) - (rows->padding != NULL ? rows->padding[n] : 0);
+        if (position < 0) position = 0; /* padding: no token */
+    }
+    double *turns = (double *)(void *)job->lanes + (int64_t)lane * 2 * job->pairs;
+    for (int64_t p = 0; p < job->pairs; p++) {
+        double angle = (double)position * job->speeds[p];
+        rapt_sincos_2pi(angle - floor(angle), &turns[2 * p + 1], &turns[2 * p]);
+        turns[2 * p] *= job->amplitude;
+        turns[2 * p + 1] *= job->amplitude;
+    }
+    turn_heads(job, &rows->q, n, i, turns);
+    turn_heads(job, &rows->k, n, i, turns);
+}
+
+void rapt_rotate_rows(rapt_context *context, const rapt_rotary *rotary, const rotary_rows *rows, void *scratch) {
+    turn_job job = {.rotary = rotary, .rows = rows, .pairs = pairs_of(rotary, rows->dim), .speeds = scratch};
+    job.amplitude = amplitude(rotary);
+    job.longest = rows->q.length > rows->k.length ? rows->q.length : rows->k.length;
+    job.lanes = (char *)scratch + rapt_arena_size((size_t)job.pairs * sizeof(double));
+    for (int64_t p = 0; p < job.pairs; p++) job.speeds[p] = speed(rotary, job.pairs, p) / TWO_PI;
+    double operations =
+        (double)(rows->batch * job.longest) * (double)(rows->dim * (rows->q.heads + rows->k.heads + 40));
+    rapt_parallel(context, rows->batch * job.longest, operations, turn_row, &job);
+}
+
+/* ---- on their own: [N, H, L, D] ---- */
+
+static rapt_status rotate(rapt_context *context, const rapt_rotary *rotary, const int64_t *first,
+                          const rapt_tensor *tensor) {
+    if (rotary == NULL) return rapt_fail(context, RAPT_ERROR_NULL, "rotary is NULL");
+    rapt_status status = rapt_check_output(context, "tensor", tensor);
+    if (status == RAPT_OK) status = rapt_check_rank(context, "tensor", tensor, 4, "[N,L,H,D]");
+    if (status != RAPT_OK) return status;
+    if (!rapt_is_float(tensor->dtype)) {
+        return rapt_fail(context, RAPT_ERROR_DTYPE, "tensor is %s, expected f32, f64, bf16 or f16",
+                         rapt_dtype_name(tensor->dtype));
+    }
+    char text[RAPT_SHAPE_TEXT];
+    if (!rapt_tensor_is_contiguous(tensor)) {
+        return rapt_fail(context, RAPT_ERROR_LAYOUT, "tensor with shape %s is not contiguous",
+                         rapt_shape_text(tensor, text));
+    }
+    if (rapt_tensor_count(tensor) == 0) return RAPT_OK;
+    status = rapt_rotary_check(context, rotary, tensor->shape[3]);
+    if (status != RAPT_OK) return status;
+    size_t bytes = rapt_rotary_scratch(context, tensor->shape[3]);
+    if (!rapt_arena_reserve(&context->arena, &context->allocator, bytes)) return rapt_fail_memory(context, bytes);
+    rotary_rows rows = {.dtype = tensor->dtype,
+                        .dim = tensor->shape[3],
+                        .batch = tensor->shape[0],
+                        .positions = rotary->positions,
+                        .first = first,
+                        .q = {.data = tensor->data, .length = tensor->shape[1], .heads = tensor->shape[2]}};
+    rapt_rotate_rows(context, rotary, &rows, rapt_arena_take(&context->arena, bytes));
+    return RAPT_OK;
+}
+
+rapt_status rapt_rotate(rapt_context *context, const rapt_rotary *rotary, const int64_t *first,
+                        const rapt_tensor *tensor) {
+    rapt_call gate;
+    rapt_status status = rapt_enter(context, &gate);
+    if (status != RAPT_OK) return status;
+    return rapt_leave(context, &gate, rotate(context, rotary, first, tensor));
+}

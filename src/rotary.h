@@ -1,0 +1,26 @@
+/* rotary.h - queries and keys turned by their positions */
+#ifndef RAPT_ROTARY_H
+#define RAPT_ROTARY_H
+
+#include "internal.h"
+
+/* Projected heads [N, length, heads * D], contiguous. */
+typedef struct rotary_heads {
+    char *data; /* NULL: none */
+    int64_t length, heads;
+} rotary_heads;
+
+typedef struct rotary_rows {
+    rapt_dtype dtype;
+    int64_t batch, dim;
+    const int64_t *positions; /* [N, longest of the two], or NULL: counted */
+    const int64_t *first;     /* [N] where counting begins, or NULL: 0 */
+    const int64_t *padding;   /* [N] rows at the beginning that do not count, or NULL: none */
+    rotary_heads q, k;
+} rotary_rows;
+
+rapt_status rapt_rotary_check(rapt_context *context, const rapt_rotary *rotary, int64_t head_dim);
+size_t rapt_rotary_scratch(const rapt_context *context, int64_t head_dim);
+void rapt_rotate_rows(rapt_context *context, const rapt_rotary *rotary, const rotary_rows *rows, void *scratch);
+
+#endif
