@@ -86,6 +86,11 @@ INLINE const real *as_reals(const attn_keys *keys, const void *data, int64_t at,
     return keys->widened;
 }
 
+/* Whether a product is better off with the numbers as they are stored than with a widened copy of them. */
+INLINE bool stays_narrow(const attn_rows *rows, const attn_keys *keys) {
+    return sizeof(real) == sizeof(float) && rapt_dtype_size(keys->dtype) == 2 && rows->count <= MICRO_ROWS;
+}
+
 /* Scores [count][CUT] of the columns [begin, end). */
 static void tile_scores(const attn_rows *rows, const attn_keys *keys, const real *q, int64_t begin, int64_t end,
                         real *scores) {
@@ -101,6 +106,16 @@ static void tile_scores(const attn_rows *rows, const attn_keys *keys, const real
     for (int64_t panel = begin / PANEL; panel * PANEL < end; panel++) {
         int64_t first = panel * PANEL > begin ? panel * PANEL : begin;
         int64_t last = (panel + 1) * PANEL < end ? (panel + 1) * PANEL : end;
+        if (stays_narrow(rows, keys)) {
+            const uint16_t *k = (const uint16_t *)keys->k + panel * PANEL * dim + (first - panel * PANEL);
+            for (int64_t d = 0; d < dim; d += CHAIN) {
+                sums_to to = {
+                    .before = d > 0 ? scores + first : NULL, .ld_before = CUT, .c = scores + first, .ldc = CUT};
+                int64_t count = dim - d < CHAIN ? dim - d : CHAIN;
+                narrow_chain(keys->dtype, rows->count, count, q + d, dim, k + d * PANEL, PANEL, last - first, to);
+            }
+            continue;
+        }
         const real *k = as_reals(keys, keys->k, panel * PANEL * dim, PANEL * dim) + (first - panel * PANEL);
         product(rows->count, dim, q, dim, k, PANEL, last - first, scores + first, CUT);
     }
@@ -133,8 +148,14 @@ static void weigh_values(const attn_rows *rows, const attn_keys *keys, int64_t f
         real *out = (real *)partial->out + d;
         for (int64_t k = 0; k < inner || k == 0; k += CHAIN) { /* as product() does, but a chain of values at a time */
             int64_t count = inner - k < CHAIN ? inner - k : CHAIN;
-            const real *v = as_reals(keys, keys->v, panel_at + (first + k) * stride, count * stride);
             sums_to to = {.before = k > 0 ? out : NULL, .ld_before = ldo, .c = out, .ldc = ldo};
+            int64_t at = panel_at + (first + k) * stride;
+            if (stays_narrow(rows, keys) && !mark_masked) {
+                const uint16_t *v = (const uint16_t *)keys->v + at;
+                narrow_chain(keys->dtype, rows->count, count, scores + first + k, CUT, v, stride, width, to);
+                continue;
+            }
+            const real *v = as_reals(keys, keys->v, at, count * stride);
             if (mark_masked) {
                 select_chain(rows->count, count, scores + first + k, v, stride, width, to);
             } else {

@@ -2,7 +2,6 @@
 #ifndef RAPT_CPU_KERNELS_PACK_H
 #define RAPT_CPU_KERNELS_PACK_H
 
-#include "../../elements.h"
 #include "kernels.h"
 #include "vec.h"
 
@@ -22,7 +21,15 @@ INLINE void load_row(real *to, const void *data, rapt_dtype dtype, int64_t offse
             for (int64_t i = 0; i < count; i++) to[i] = from[i * stride];
         }
     } else {
-        for (int64_t i = 0; i < count; i++) to[i] = (real)rapt_element_load(data, dtype, offset + i * stride);
+        int64_t i = 0;
+#ifdef RAPT_KERNEL_F32
+        const uint16_t *from = (const uint16_t *)data + offset;
+        for (; dtype == RAPT_F16 && stride == 1 && i + LANES <= count; i += LANES)
+            v_store(to + i, v_load_f16(from + i));
+        for (; dtype == RAPT_BF16 && stride == 1 && i + LANES <= count; i += LANES)
+            v_store(to + i, v_load_bf16(from + i));
+#endif
+        for (; i < count; i++) to[i] = (real)rapt_element_load(data, dtype, offset + i * stride);
     }
 }
 

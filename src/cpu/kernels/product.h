@@ -30,19 +30,41 @@ INLINE sums_to sums_to_tile(sums_to to, int64_t row, int64_t column) {
     return to;
 }
 
+/* What B consists of. 16-bit numbers are widened as they are loaded, which pays for few rows of A. */
+typedef enum number_kind { REALS, HALVES, BRAIN_HALVES } number_kind;
+
+typedef struct matrix {
+    const void *data;
+    int64_t ld; /* elements from row to row */
+} matrix;
+
+/* LANES numbers from element `at` on. */
+INLINE vec load_numbers(const number_kind kind, matrix b, int64_t at) {
+#ifdef RAPT_KERNEL_F32
+    if (kind == HALVES) return v_load_f16((const uint16_t *)b.data + at);
+    if (kind == BRAIN_HALVES) return v_load_bf16((const uint16_t *)b.data + at);
+#endif
+    (void)kind;
+    return v_load((const real *)b.data + at);
+}
+
+INLINE void fetch_ahead(const number_kind kind, matrix b, int64_t at) {
+    __builtin_prefetch((const char *)b.data + at * (int64_t)(kind == REALS ? sizeof(real) : 2), 0, 2);
+}
+
 /* One register tile over one chain. R and V are constants at every call, so the loops over them unroll and `sum` lives in
  * registers. Meanwhile rows of B that the next chain will need come nearer, a line of each: `ahead` is in the first. */
-INLINE void micro_tile(const int R, const int V, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
-                       const real *ahead, sums_to to) {
+INLINE void micro_tile(const number_kind kind, const int R, const int V, int64_t inner, const real *a, int64_t lda,
+                       matrix b, int64_t column, int64_t ahead, sums_to to) {
     vec sum[MICRO_ROWS][MICRO_VECTORS];
     UNROLL for (int r = 0; r < R; r++) { UNROLL for (int v = 0; v < V; v++) sum[r][v] = v_zero(); }
     for (int64_t k = 0; k < inner; k++) {
-        vec column[MICRO_VECTORS];
-        __builtin_prefetch(ahead + k * ldb, 0, 2);
-        UNROLL for (int v = 0; v < V; v++) column[v] = v_load(b + k * ldb + v * LANES);
+        vec numbers[MICRO_VECTORS];
+        fetch_ahead(kind, b, ahead + k * b.ld);
+        UNROLL for (int v = 0; v < V; v++) numbers[v] = load_numbers(kind, b, k * b.ld + column + v * LANES);
         UNROLL for (int r = 0; r < R; r++) {
             vec x = v_all(a[r * lda + k]);
-            UNROLL for (int v = 0; v < V; v++) sum[r][v] = v_fma(x, column[v], sum[r][v]);
+            UNROLL for (int v = 0; v < V; v++) sum[r][v] = v_fma(x, numbers[v], sum[r][v]);
         }
     }
     if (to.before != NULL) {
@@ -62,44 +84,59 @@ INLINE void micro_tile(const int R, const int V, int64_t inner, const real *a, i
     }
 }
 
-/* All row counts for a constant number of vectors. */
-INLINE void micro_rows(const int V, int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
-                       sums_to to) {
-    const real *next = b + CHAIN * ldb;
-    int64_t r = 0, line = 0;
+/* All row counts for a constant number of vectors, from a column of B on. */
+INLINE void micro_rows(const number_kind kind, const int V, int64_t rows, int64_t inner, const real *a, int64_t lda,
+                       matrix b, int64_t column, sums_to to) {
+    int64_t r = 0, ahead = CHAIN * b.ld + column;
+    to = sums_to_tile(to, 0, column);
     for (; r + MICRO_ROWS <= rows; r += MICRO_ROWS) {
-        micro_tile(MICRO_ROWS, V, inner, a + r * lda, lda, b, ldb, next + line, sums_to_tile(to, r, 0));
-        line = (line + LINE) % PANEL;
+        int64_t line = ahead + r / MICRO_ROWS * LINE % PANEL;
+        micro_tile(kind, MICRO_ROWS, V, inner, a + r * lda, lda, b, column, line, sums_to_tile(to, r, 0));
     }
     a += r * lda;
-    next += line;
+    ahead += r / MICRO_ROWS * LINE % PANEL;
     to = sums_to_tile(to, r, 0);
     switch (rows - r) {
 #if MICRO_ROWS > 4
-    case 5: micro_tile(5, V, inner, a, lda, b, ldb, next, to); break;
-    case 4: micro_tile(4, V, inner, a, lda, b, ldb, next, to); break;
+    case 5: micro_tile(kind, 5, V, inner, a, lda, b, column, ahead, to); break;
+    case 4: micro_tile(kind, 4, V, inner, a, lda, b, column, ahead, to); break;
 #endif
-    case 3: micro_tile(3, V, inner, a, lda, b, ldb, next, to); break;
-    case 2: micro_tile(2, V, inner, a, lda, b, ldb, next, to); break;
-    case 1: micro_tile(1, V, inner, a, lda, b, ldb, next, to); break;
+    case 3: micro_tile(kind, 3, V, inner, a, lda, b, column, ahead, to); break;
+    case 2: micro_tile(kind, 2, V, inner, a, lda, b, column, ahead, to); break;
+    case 1: micro_tile(kind, 1, V, inner, a, lda, b, column, ahead, to); break;
     default: break;
     }
 }
 
-static void product_chain(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
+INLINE void chain_of_kind(const number_kind kind, int64_t rows, int64_t inner, const real *a, int64_t lda, matrix b,
                           int64_t columns, sums_to to) {
     int64_t j = 0;
     for (; j + MICRO_VECTORS * LANES <= columns; j += MICRO_VECTORS * LANES) {
-        micro_rows(MICRO_VECTORS, rows, inner, a, lda, b + j, ldb, sums_to_tile(to, 0, j));
+        micro_rows(kind, MICRO_VECTORS, rows, inner, a, lda, b, j, to);
     }
     /* What is left is a multiple of COLUMNS, so only wide vectors get here. */
 #if LANES == 16
-    if (columns - j == 3 * LANES) micro_rows(3, rows, inner, a, lda, b + j, ldb, sums_to_tile(to, 0, j));
-    if (columns - j == 1 * LANES) micro_rows(1, rows, inner, a, lda, b + j, ldb, sums_to_tile(to, 0, j));
+    if (columns - j == 3 * LANES) micro_rows(kind, 3, rows, inner, a, lda, b, j, to);
+    if (columns - j == 1 * LANES) micro_rows(kind, 1, rows, inner, a, lda, b, j, to);
 #endif
 #if LANES >= 8
-    if (columns - j == 2 * LANES) micro_rows(2, rows, inner, a, lda, b + j, ldb, sums_to_tile(to, 0, j));
+    if (columns - j == 2 * LANES) micro_rows(kind, 2, rows, inner, a, lda, b, j, to);
 #endif
+}
+
+static void product_chain(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
+                          int64_t columns, sums_to to) {
+    chain_of_kind(REALS, rows, inner, a, lda, (matrix){b, ldb}, columns, to);
+}
+
+/* The same with B of 16-bit numbers, for up to MICRO_ROWS rows. */
+static void narrow_chain(rapt_dtype dtype, int64_t rows, int64_t inner, const real *a, int64_t lda, const uint16_t *b,
+                         int64_t ldb, int64_t columns, sums_to to) {
+    if (dtype == RAPT_F16) {
+        chain_of_kind(HALVES, rows, inner, a, lda, (matrix){b, ldb}, columns, to);
+    } else {
+        chain_of_kind(BRAIN_HALVES, rows, inner, a, lda, (matrix){b, ldb}, columns, to);
+    }
 }
 
 /* Chains outside, rows inside: the rows of B of one chain stay in the nearest cache for all rows of A. Sums of a product

@@ -4,6 +4,7 @@
  * all ISAs with a fused multiply-add give the same bits as long as the kernels sum in one order. The ones that need
  * a word:
  *
+ *   v_load_f16, v_load_bf16    numbers of those types, in the compilation for float
  *   v_fma(a, b, c)             a * b + c, rounded once
  *   v_round(x)                 to the nearest integer, ties to even
  *   v_max_or_second(a, b)      a > b ? a : b, so b when either is NaN; v_min_or_second likewise
@@ -15,6 +16,8 @@
  */
 #ifndef RAPT_CPU_KERNELS_VEC_H
 #define RAPT_CPU_KERNELS_VEC_H
+
+#include "../../elements.h"
 
 #include <float.h>
 #include <math.h>

@@ -11,6 +11,11 @@ INLINE vec v_zero(void) { return _mm256_setzero_ps(); }
 INLINE vec v_all(real x) { return _mm256_set1_ps(x); }
 INLINE vec v_load(const real *p) { return _mm256_loadu_ps(p); }
 INLINE void v_store(real *p, vec x) { _mm256_storeu_ps(p, x); }
+INLINE vec v_load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)p)); }
+INLINE vec v_load_bf16(const uint16_t *p) {
+    __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(const void *)p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
 INLINE real v_first(vec x) { return _mm256_cvtss_f32(x); }
 INLINE vec v_add(vec a, vec b) { return _mm256_add_ps(a, b); }
 INLINE vec v_sub(vec a, vec b) { return _mm256_sub_ps(a, b); }

@@ -11,6 +11,13 @@ INLINE vec v_zero(void) { return _mm512_setzero_ps(); }
 INLINE vec v_all(real x) { return _mm512_set1_ps(x); }
 INLINE vec v_load(const real *p) { return _mm512_loadu_ps(p); }
 INLINE void v_store(real *p, vec x) { _mm512_storeu_ps(p, x); }
+INLINE vec v_load_f16(const uint16_t *p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)p));
+}
+INLINE vec v_load_bf16(const uint16_t *p) {
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
 INLINE real v_first(vec x) { return _mm512_cvtss_f32(x); }
 INLINE vec v_add(vec a, vec b) { return _mm512_add_ps(a, b); }
 INLINE vec v_sub(vec a, vec b) { return _mm512_sub_ps(a, b); }

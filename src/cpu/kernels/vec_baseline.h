@@ -25,6 +25,18 @@ INLINE vec v_load(const real *p) {
     return x;
 }
 INLINE void v_store(real *p, vec x) { memcpy(p, &x, sizeof x); }
+#ifdef RAPT_KERNEL_F32
+INLINE vec v_load_f16(const uint16_t *p) {
+    vec x = {0};
+    for (int i = 0; i < LANES; i++) x[i] = rapt_f32_of_f16(p[i]);
+    return x;
+}
+INLINE vec v_load_bf16(const uint16_t *p) {
+    vec x = {0};
+    for (int i = 0; i < LANES; i++) x[i] = rapt_f32_of_bf16(p[i]);
+    return x;
+}
+#endif
 INLINE real v_first(vec x) { return x[0]; }
 INLINE vec v_add(vec a, vec b) { return a + b; }
 INLINE vec v_sub(vec a, vec b) { return a - b; }

@@ -11,6 +11,8 @@ INLINE vec v_zero(void) { return vdupq_n_f32(0); }
 INLINE vec v_all(real x) { return vdupq_n_f32(x); }
 INLINE vec v_load(const real *p) { return vld1q_f32(p); }
 INLINE void v_store(real *p, vec x) { vst1q_f32(p, x); }
+INLINE vec v_load_f16(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+INLINE vec v_load_bf16(const uint16_t *p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
 INLINE real v_first(vec x) { return vgetq_lane_f32(x, 0); }
 INLINE vec v_add(vec a, vec b) { return vaddq_f32(a, b); }
 INLINE vec v_sub(vec a, vec b) { return vsubq_f32(a, b); }
