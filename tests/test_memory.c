@@ -318,6 +318,44 @@ static void test_operator_allocates_once(void **state) {
 }
 
 /* A larger call replaces the scratch memory; one that cannot have it leaves the old one for smaller calls. */
+/* Token after token within a window, long after the ring has turned: no memory is asked for any more. */
+static void test_decoding_allocates_nothing(void **state) {
+    (void)state;
+    counter c = {0};
+    rapt_context *context = counting_context(&c, 2);
+    rapt_mha *layer;
+    rapt_cache *cache;
+    assert_int_equal(rapt_mha_create_gqa(context, 16, 4, 2, &layer), RAPT_OK);
+    rapt_cache_config config = rapt_cache_config_default(2, 1000000);
+    config.window = 300;
+    assert_int_equal(rapt_cache_create(context, layer, &config, &cache), RAPT_OK);
+    rapt_rotary rotary = rapt_rotary_default(10000);
+    rapt_options options = {.causal = true, .cache = cache, .rotary = &rotary};
+    rapt_tensor x = make_tensor(RAPT_F32, 3, (int64_t[]){40, 2, 16}), y = make_tensor(RAPT_F32, 3, x.shape), token, out;
+    int64_t allocations = 0;
+    for (int i = 0; i < 200; i++) {
+        int64_t tokens = i % 50 == 0 ? 40 : 1;
+        assert_int_equal(rapt_tensor_slice(context, &x, 0, 0, tokens, &token), RAPT_OK);
+        assert_int_equal(rapt_tensor_slice(context, &y, 0, 0, tokens, &out), RAPT_OK);
+        assert_int_equal(rapt_mha_forward(context, layer, &token, &token, &token, &options, &out), RAPT_OK);
+        if (i == 49) { /* the window is full */
+            rapt_tensor many = make_tensor(RAPT_F32, 3, (int64_t[]){600, 2, 16}),
+                        all = make_tensor(RAPT_F32, 3, many.shape);
+            assert_int_equal(rapt_mha_forward(context, layer, &many, &many, &many, &options, &all), RAPT_OK);
+            free_tensor(&many);
+            free_tensor(&all);
+            allocations = c.allocations;
+        }
+    }
+    assert_int_equal(c.allocations, allocations);
+    free_tensor(&x);
+    free_tensor(&y);
+    rapt_cache_destroy(cache);
+    rapt_mha_destroy(layer);
+    rapt_context_destroy(context);
+    assert_nothing_left(&c);
+}
+
 static void test_scratch_is_replaced(void **state) {
     (void)state;
     counter c = {0};
@@ -566,6 +604,7 @@ int main(void) {
         cmocka_unit_test(test_layer_keeps_allocator),
         cmocka_unit_test(test_operator_allocates_once),
         cmocka_unit_test(test_layer_allocates_once),
+        cmocka_unit_test(test_decoding_allocates_nothing),
         cmocka_unit_test(test_scratch_is_replaced),
         cmocka_unit_test(test_linear_growth),
         cmocka_unit_test(test_scratch_of_long_sequences),

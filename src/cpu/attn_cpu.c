@@ -123,6 +123,7 @@ static attn_plan make_plan(const rapt_context *context, const attn_problem *p) {
     plan.tiles_per_unit = divide_up(plan.rows_per_unit, plan.tile_rows);
     plan.out_stride = rapt_round_up(p->value_dim, COLUMNS);
     plan.max_cuts = divide_up(p->keys, CUT);
+    if (p->cache != NULL) plan.max_cuts = smaller(plan.max_cuts, p->cache->blocks + 1); /* a ring keeps no more */
     plan.slots = plan.max_cuts + (p->extra_keys > 0);
     plan.cut_capacity = smaller(CUT, rapt_round_up(p->keys, PANEL));
 
