@@ -6,11 +6,11 @@
  * options, grouped and multi-query heads, sliding windows and ragged batches, and the bare operator
  * (scaled dot-product attention) beneath it. This header is the manual; it reads from top to bottom:
  *
- *     1. a whole small program        5. the attention operator
- *     2. errors                       6. the layer
- *     3. contexts                     7. heads: split, merge, repeat
- *     4. tensors                      8. safetensors files
- *                                     9. checkpoints: loading and saving layers
+ *     1. a whole small program        6. the layer
+ *     2. errors                       7. heads: split, merge, repeat
+ *     3. contexts                     8. safetensors files
+ *     4. tensors                      9. checkpoints: loading and saving layers
+ *     5. the attention operator      10. decoding: the cache and rotary positions
  *
  * Three promises hold everywhere:
  *
@@ -646,6 +646,7 @@ static inline rapt_save_options rapt_save_options_default(void) {
  * scheme has one bias for q, k and v and the layer not all three, the others are zeros. */
 RAPT_API rapt_status rapt_mha_save(rapt_context *context, const rapt_mha *layer, const char *path,
                                    const rapt_save_options *options);
+
 /* --------------------------------------------------------------------------------------------------------------------
  * 10. DECODING: THE CACHE AND ROTARY POSITIONS
  *
