@@ -20,23 +20,30 @@ typedef struct shape {
     int64_t embed_dim; /* above 0: the layer, self-attention */
     bool causal;
     limit limit;
+    rapt_dtype cache; /* of a cache that holds the keys and values before these; 0: none */
 } shape;
 
 static const shape shapes[] = {
-    {"P1", "N1 H8 L512 D64", 1, 8, 8, 512, 512, 64, 0, false, PEAK},
-    {"P1c", "the same, causal", 1, 8, 8, 512, 512, 64, 0, true, PEAK},
-    {"P2", "N1 H8 L2048 D64", 1, 8, 8, 2048, 2048, 64, 0, false, PEAK},
-    {"P2c", "the same, causal", 1, 8, 8, 2048, 2048, 64, 0, true, PEAK},
-    {"P3", "N1 H16 L4096 D128", 1, 16, 16, 4096, 4096, 128, 0, false, PEAK},
-    {"P3c", "the same, causal", 1, 16, 16, 4096, 4096, 128, 0, true, PEAK},
-    {"P4", "N1 H32 Hk8 L1024 D128", 1, 32, 8, 1024, 1024, 128, 0, false, PEAK},
-    {"P4c", "the same, causal", 1, 32, 8, 1024, 1024, 128, 0, true, PEAK},
-    {"D1", "N1 H32 Hk8 L1 S4096 D128, cold", 1, 32, 8, 1, 4096, 128, 0, false, READ_COLD},
-    {"D2", "N1 H12 L1 S1024 D64, warm", 1, 12, 12, 1, 1024, 64, 0, false, READ_WARM},
-    {"S1", "N1 H4 L16 D16", 1, 4, 4, 16, 16, 16, 0, false, PEAK},
-    {"W1", "N64 H4 L49 D32", 64, 4, 4, 49, 49, 32, 0, false, PEAK},
-    {"L1", "layer E512 H8 N8 L128", 8, 8, 8, 128, 128, 64, 512, false, PEAK},
-    {"L2", "layer E1024 H16 N1 L1024", 1, 16, 16, 1024, 1024, 64, 1024, false, PEAK},
+    {"P1", "N1 H8 L512 D64", 1, 8, 8, 512, 512, 64, 0, false, PEAK, 0},
+    {"P1c", "the same, causal", 1, 8, 8, 512, 512, 64, 0, true, PEAK, 0},
+    {"P2", "N1 H8 L2048 D64", 1, 8, 8, 2048, 2048, 64, 0, false, PEAK, 0},
+    {"P2c", "the same, causal", 1, 8, 8, 2048, 2048, 64, 0, true, PEAK, 0},
+    {"P3", "N1 H16 L4096 D128", 1, 16, 16, 4096, 4096, 128, 0, false, PEAK, 0},
+    {"P3c", "the same, causal", 1, 16, 16, 4096, 4096, 128, 0, true, PEAK, 0},
+    {"P4", "N1 H32 Hk8 L1024 D128", 1, 32, 8, 1024, 1024, 128, 0, false, PEAK, 0},
+    {"P4c", "the same, causal", 1, 32, 8, 1024, 1024, 128, 0, true, PEAK, 0},
+    {"D1", "N1 H32 Hk8 L1 S4096 D128, cold", 1, 32, 8, 1, 4096, 128, 0, false, READ_COLD, 0},
+    {"D2", "N1 H12 L1 S1024 D64, warm", 1, 12, 12, 1, 1024, 64, 0, false, READ_WARM, 0},
+    {"D1k", "D1 through a cache, f32", 1, 32, 8, 1, 4096, 128, 0, true, READ_COLD, RAPT_F32},
+    {"D1h", "D1 through a cache, f16", 1, 32, 8, 1, 4096, 128, 0, true, READ_COLD, RAPT_F16},
+    {"D1b", "D1 through a cache, bf16", 1, 32, 8, 1, 4096, 128, 0, true, READ_COLD, RAPT_BF16},
+    {"D2k", "D2 through a cache, f32", 1, 12, 12, 1, 1024, 64, 0, true, READ_WARM, RAPT_F32},
+    {"D8k", "N8 H32 Hk8 S1024 D128, cache", 8, 32, 8, 1, 1024, 128, 0, true, READ_COLD, RAPT_F32},
+    {"T1", "layer E4096 H32 Hk8, a token", 1, 32, 8, 1, 1024, 128, 4096, true, READ_COLD, RAPT_F32},
+    {"S1", "N1 H4 L16 D16", 1, 4, 4, 16, 16, 16, 0, false, PEAK, 0},
+    {"W1", "N64 H4 L49 D32", 64, 4, 4, 49, 49, 32, 0, false, PEAK, 0},
+    {"L1", "layer E512 H8 N8 L128", 8, 8, 8, 128, 128, 64, 512, false, PEAK, 0},
+    {"L2", "layer E1024 H16 N1 L1024", 1, 16, 16, 1024, 1024, 64, 1024, false, PEAK, 0},
 };
 enum { SHAPES = sizeof shapes / sizeof *shapes };
 
@@ -77,14 +84,20 @@ static double operations_of(const shape *s) {
     return attention + 8.0 * (double)(s->n * s->l) * (double)(s->embed_dim * s->embed_dim);
 }
 
-static double bytes_of(const shape *s) { return 8.0 * (double)(s->n * s->kv_heads * s->s * s->d); } /* keys, values */
+/* Of keys, values and weights, each read once. */
+static double bytes_of(const shape *s) {
+    double element = s->cache != 0 ? (double)rapt_dtype_size(s->cache) : sizeof(float);
+    double weights = 2 * (double)s->embed_dim * (double)((s->heads + s->kv_heads) * s->d) * sizeof(float);
+    return 2 * element * (double)(s->n * s->kv_heads * s->s * s->d) + weights;
+}
 
 /* What the shape's limit limits. */
 static double work_of(const shape *s) { return s->limit == PEAK ? operations_of(s) : bytes_of(s); }
 
 typedef struct job {
     const shape *shape;
-    rapt_mha *layer; /* NULL: the operator */
+    rapt_mha *layer;   /* NULL: the operator */
+    rapt_cache *cache; /* NULL: none */
     rapt_tensor q, k, v, out;
     rapt_options options;
     int repeats;   /* calls in a round, which takes a millisecond or one call */
@@ -94,9 +107,26 @@ typedef struct job {
 static void run_job(rapt_context *context, const job *j) {
     if (j->layer != NULL) {
         check(context, rapt_mha_forward(context, j->layer, &j->q, &j->k, &j->v, &j->options, &j->out));
+        if (j->cache != NULL) check(context, rapt_cache_truncate(context, j->cache, RAPT_ALL, j->shape->s));
     } else {
-        check(context, rapt_attention_forward(context, &j->q, &j->k, &j->v, &j->options, &j->out));
+        const rapt_tensor *k = j->cache == NULL ? &j->k : NULL, *v = j->cache == NULL ? &j->v : NULL;
+        check(context, rapt_attention_forward(context, &j->q, k, v, &j->options, &j->out));
     }
+}
+
+static rapt_cache *make_cache(rapt_context *context, const shape *s) {
+    rapt_cache_config config = rapt_cache_config_default(s->n, s->s + 1);
+    config.num_kv_heads = s->kv_heads;
+    config.head_dim = s->d;
+    config.set_dtype = true;
+    config.dtype = s->cache;
+    rapt_cache *cache;
+    check(context, rapt_cache_create(context, NULL, &config, &cache));
+    int64_t sizes[4] = {s->n, s->s, s->kv_heads, s->d};
+    rapt_tensor keys = random_tensor(4, sizes);
+    check(context, rapt_cache_import(context, cache, &keys, &keys, NULL));
+    free(keys.data);
+    return cache;
 }
 
 static job make_job(rapt_context *context, const shape *s) {
@@ -104,6 +134,7 @@ static job make_job(rapt_context *context, const shape *s) {
     if (s->embed_dim > 0) {
         rapt_mha_config config = rapt_mha_config_default(s->embed_dim, s->heads);
         config.batch_first = true;
+        config.num_kv_heads = s->kv_heads;
         check(context, rapt_mha_create(context, &config, &j.layer));
         int64_t x[3] = {s->n, s->l, s->embed_dim};
         j.q = j.k = j.v = random_tensor(3, x);
@@ -115,6 +146,7 @@ static job make_job(rapt_context *context, const shape *s) {
         j.v = random_tensor(4, k);
         j.out = random_tensor(4, q);
     }
+    if (s->cache != 0) j.cache = j.options.cache = make_cache(context, s);
     run_job(context, &j);
     double start = seconds_now();
     run_job(context, &j);
@@ -132,6 +164,7 @@ static void free_job(job *j) {
     free(j->q.data);
     free(j->out.data);
     rapt_mha_destroy(j->layer);
+    rapt_cache_destroy(j->cache);
 }
 
 /* One round of the shape's limit, then one of the shape; returns seconds a call. */
@@ -182,6 +215,7 @@ static const char *const limit_names[] = {"peak", "read cold", "read warm"};
 static void print_shapes(void) {
     for (int i = 0; i < SHAPES; i++) {
         const shape *s = &shapes[i];
+        if (s->cache != 0) continue; /* nobody else has this cache */
         printf("%s{\"name\": \"%s\", \"words\": \"%s\", \"n\": %d, \"heads\": %d, \"kv_heads\": %d, \"l\": %d, "
                "\"s\": %d, \"d\": %d, \"embed_dim\": %d, \"causal\": %s, \"limit\": \"%s\", \"work\": %.0f}",
                i == 0 ? "[" : ", ", s->name, s->words, (int)s->n, (int)s->heads, (int)s->kv_heads, (int)s->l, (int)s->s,
