@@ -61,6 +61,7 @@ INLINE void micro_tile(const number_kind kind, const int R, const int V, int64_t
     for (int64_t k = 0; k < inner; k++) {
         vec numbers[MICRO_VECTORS];
         fetch_ahead(kind, b, ahead + k * b.ld);
+        if (kind != REALS) fetch_ahead(kind, b, ahead + k * b.ld + PANEL / 2); /* few rows must fetch all lines */
         UNROLL for (int v = 0; v < V; v++) numbers[v] = load_numbers(kind, b, k * b.ld + column + v * LANES);
         UNROLL for (int r = 0; r < R; r++) {
             vec x = v_all(a[r * lda + k]);
