@@ -116,7 +116,8 @@ static void check_decoding(uint64_t seed, rapt_dtype dtype) {
 static void test_same_bits_as_one_forward(void **state) {
     (void)state;
     int rounds = test_is_quick() ? 12 : 60;
-    for (int i = 0; i < rounds; i++) check_decoding(100 + (uint64_t)i, i % 3 == 2 ? RAPT_F64 : RAPT_F32);
+    static const rapt_dtype dtypes[] = {RAPT_F32, RAPT_F64, RAPT_F32, RAPT_BF16, RAPT_F16};
+    for (int i = 0; i < rounds; i++) check_decoding(100 + (uint64_t)i, dtypes[i % 5]);
 }
 
 /* A ring turns many times, also with appends that are longer than it. */
