@@ -40,7 +40,7 @@ static rapt_status wrong_shape(rapt_context *context, const checkpoint_tensor *t
 /* A matrix as [out, in], however it is stored. */
 static rapt_status take_matrix(rapt_context *context, measured *m, int place, rapt_tensor *matrix) {
     const checkpoint_tensor *tensor = m->found->weight[place];
-    rapt_tensor view;
+    rapt_tensor view = {0};
     rapt_status status = view_of(context, tensor, m, &view);
     if (status != RAPT_OK) return status;
     if (view.ndim != 2 || rapt_tensor_count(&view) == 0)
@@ -70,7 +70,7 @@ static rapt_status check_matrix(rapt_context *context, const measured *m, int pl
 static rapt_status take_vector(rapt_context *context, measured *m, const checkpoint_tensor *tensor, int64_t length,
                                rapt_tensor *vector) {
     if (tensor == NULL) return RAPT_OK;
-    rapt_tensor view;
+    rapt_tensor view = {0};
     rapt_status status = view_of(context, tensor, m, &view);
     if (status != RAPT_OK) return status;
     bool fits = view.ndim > 0 && view.shape[view.ndim - 1] == length && rapt_tensor_count(&view) == length;
@@ -87,7 +87,7 @@ static rapt_status take_vector(rapt_context *context, measured *m, const checkpo
 
 /* The output projection tells q's rows from the others. */
 static rapt_status take_fused(rapt_context *context, measured *m) {
-    rapt_tensor fused;
+    rapt_tensor fused = {0};
     rapt_status status = take_matrix(context, m, 0, &fused);
     if (status != RAPT_OK) return status;
     int64_t rest = fused.shape[0] - m->q_features;

@@ -39,9 +39,9 @@ static rapt_tensor stored(const saving *s, const rapt_tensor *weight) {
 static void list_weights(saving *s) {
     const mha_parts *parts = &s->layer->parts;
     const mha_projection *projection[] = {&parts->q, &parts->k, &parts->v, &parts->out};
-    safetensors_source *source = NULL;
+    safetensors_source *source = add_source(s, s->layout->weight[0]);
     for (int i = 0; i < 4; i++) {
-        if (s->layout->weight[i] != NULL) source = add_source(s, s->layout->weight[i]);
+        if (i > 0 && s->layout->weight[i] != NULL) source = add_source(s, s->layout->weight[i]);
         source->along = s->layout->in_out ? 1 : 0; /* the outputs' dimension */
         rapt_tensor matrix = stored(s, &projection[i]->weight);
         add_piece(source, &matrix);

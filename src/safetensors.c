@@ -328,7 +328,7 @@ rapt_status rapt_safetensors_view(rapt_context *context, const rapt_safetensors 
 
 rapt_status rapt_safetensors_aligned_view(rapt_context *context, const rapt_safetensors *file,
                                           const safetensors_entry *entry, rapt_tensor *view) {
-    rapt_tensor found;
+    rapt_tensor found = {0};
     rapt_status status = rapt_safetensors_view(context, file, entry, &found);
     if (status != RAPT_OK) return status;
     char text[RAPT_SHOWN_SIZE];

@@ -111,10 +111,21 @@ void assert_message(const char *fragment) {
 }
 
 void assert_same_settings(const rapt_mha *a, const rapt_mha *b) {
-    rapt_mha_config x = *rapt_mha_settings(a), y = *rapt_mha_settings(b);
-    x.seed = y.seed = 0; /* of first weights, which are gone */
-    x.init = y.init = RAPT_INIT_PYTORCH;
-    assert_memory_equal(&x, &y, sizeof x);
+    const rapt_mha_config *x = rapt_mha_settings(a), *y = rapt_mha_settings(b);
+    assert_int_equal(x->embed_dim, y->embed_dim);
+    assert_int_equal(x->num_heads, y->num_heads);
+    assert_int_equal(x->num_kv_heads, y->num_kv_heads);
+    assert_int_equal(x->head_dim, y->head_dim);
+    assert_int_equal(x->kdim, y->kdim);
+    assert_int_equal(x->vdim, y->vdim);
+    assert_int_equal(x->bias, y->bias);
+    assert_int_equal(x->add_bias_kv, y->add_bias_kv);
+    assert_int_equal(x->add_zero_attn, y->add_zero_attn);
+    assert_int_equal(x->batch_first, y->batch_first);
+    assert_int_equal(x->causal, y->causal);
+    assert_int_equal(x->set_scale, y->set_scale);
+    assert_true(x->scale == y->scale && x->dropout == y->dropout);
+    assert_int_equal(x->dtype, y->dtype);
 }
 
 void assert_same_forward(const rapt_mha *a, const rapt_mha *b) {

@@ -41,7 +41,7 @@ static void set_llama(void) {
                                   {"a.q_proj.bias", RAPT_F32, {E}},
                                   {"a.o_proj.bias", RAPT_F32, {E}},
                                   {"spare", RAPT_F32, {1}},
-                                  {NULL}};
+                                  {0}};
     memcpy(specs, good, sizeof specs);
     metadata = NULL;
     options = rapt_load_options_default();
@@ -170,7 +170,7 @@ static void test_choice(void **state) {
                   {"x.9.out_proj.weight", 0, {E, E}},
                   {"x.10.in_proj_weight", 0, {18, E}},
                   {"x.10.out_proj.weight", 0, {E, E}},
-                  {NULL}};
+                  {0}};
     write_specs(in_folder("model.safetensors"), two, NULL, NULL);
     options = rapt_load_options_default();
     options.num_heads = H;
@@ -364,9 +364,9 @@ static rapt_status open_index(const char *json, rapt_checkpoint **checkpoint) {
 }
 
 static void write_shards(void) {
-    write_specs(in_folder("one.safetensors"), (spec[]){{"wq", 0, {E, E}}, {"wk", 0, {E, E}}, {"x", 0, {1}}, {NULL}},
-                NULL, NULL);
-    write_specs(in_folder("two.safetensors"), (spec[]){{"wv", 0, {E, E}}, {"wo", 0, {E, E}}, {NULL}}, NULL, NULL);
+    write_specs(in_folder("one.safetensors"), (spec[]){{"wq", 0, {E, E}}, {"wk", 0, {E, E}}, {"x", 0, {1}}, {0}}, NULL,
+                NULL);
+    write_specs(in_folder("two.safetensors"), (spec[]){{"wv", 0, {E, E}}, {"wo", 0, {E, E}}, {0}}, NULL, NULL);
 }
 
 static void test_index(void **state) {
@@ -374,10 +374,10 @@ static void test_index(void **state) {
     write_shards();
     const char *const good[] = {
         MAP(ONE "," TWO),
-        " { \"metadata\" : { \"total_size\" : 1, \"x\":[-1.5e+3, true ,false, null, \"s\", {}, [], 0] } , \n"
-        "\"weight_map\":{" TWO ",\t" ONE "}\r\n}\n\n",
-        "{\"metadata\":null,\"weight_map\":{\"wo\":\"two.safetensors\",\"\\u0077q\":\"\\u006fne.safetensors\","
-        "\"wk\":\"one.safetensors\",\"wv\":\"two.safetensors\"}}",
+        (" { \"metadata\" : { \"total_size\" : 1, \"x\":[-1.5e+3, true ,false, null, \"s\", {}, [], 0] } , \n"
+         "\"weight_map\":{" TWO ",\t" ONE "}\r\n}\n\n"),
+        ("{\"metadata\":null,\"weight_map\":{\"wo\":\"two.safetensors\",\"\\u0077q\":\"\\u006fne.safetensors\","
+         "\"wk\":\"one.safetensors\",\"wv\":\"two.safetensors\"}}"),
     };
     for (size_t i = 0; i < sizeof good / sizeof *good; i++) {
         rapt_checkpoint *checkpoint = NULL;
