@@ -48,8 +48,8 @@ typedef struct index_entry {
     size_t at; /* of the name in the JSON */
 } index_entry;
 
-/* The entries of an index, sorted by name. Their strings lie in *text, which the caller frees like the table, also after
- * a failure. */
+/* The entries of an index, sorted by name. Their strings lie in *text, which the caller frees like the table, also
+ * after a failure. */
 rapt_status rapt_index_read(rapt_context *context, const rapt_allocator *allocator, const void *json, size_t size,
                             rapt_table *entries, char **text, size_t *text_size);
 /* Opens the files that the index at `path` names, and lists its tensors. */

@@ -42,8 +42,8 @@ rapt_status rapt_mha_take_weights(rapt_context *context, const rapt_mha_weights 
                                   mha_parts *parts);
 rapt_status rapt_mha_settle_config(rapt_context *context, const rapt_mha_config *given, rapt_mha_config *config);
 
-/* A layer with a copy of the parts, converted to the config's dtype. The config is settled; the parts have its shapes, and
- * may be unaligned and of several dtypes. */
+/* A layer with a copy of the parts, converted to the config's dtype. The config is settled; the parts have its shapes,
+ * and may be unaligned and of several dtypes. */
 rapt_status rapt_mha_create_copy(rapt_context *context, const rapt_mha_config *config, const mha_parts *given,
                                  rapt_mha **layer);
 /* The same for a layer that is there and has the same parts. Cannot fail. */

@@ -5,8 +5,8 @@
 
 typedef long long ll; /* for printf */
 
-/* A layer in a checkpoint, measured: views into the file, cut into projections, and the sizes that follow. The views may be
- * unaligned and of several dtypes, and are only copied from. */
+/* A layer in a checkpoint, measured: views into the file, cut into projections, and the sizes that follow. The views
+ * may be unaligned and of several dtypes, and are only copied from. */
 typedef struct measured {
     const checkpoint_layer *found;
     mha_parts parts;

@@ -1,7 +1,8 @@
 /* safetensors_write.c - writing safetensors files, all at once or not at all
  *
- * The header lists tensors in the order given; their bytes come by falling element size, so that each is aligned, after a
- * header padded to 8 bytes. What lies in memory as the file has it is written from there; the rest goes through a buffer.
+ * The header lists tensors in the order given; their bytes come by falling element size, so that each is aligned, after
+ * a header padded to 8 bytes. What lies in memory as the file has it is written from there; the rest goes through a
+ * buffer.
  */
 #include "safetensors.h"
 
@@ -88,7 +89,7 @@ static void put_header(header *h, int64_t count, const safetensors_source *sourc
     while (h->used % ALIGNMENT != 0) put_text(h, " ");
 }
 
-/* Where each tensor's bytes go: larger elements first. */
+/* Where each tensor's bytes go: larger elements first. Strides that do not matter become harmless on the way. */
 static rapt_status place_sources(rapt_context *context, int64_t count, safetensors_source *sources) {
     int64_t used = 0;
     for (size_t size = 8; size > 0; size /= 2) {
@@ -96,7 +97,10 @@ static rapt_status place_sources(rapt_context *context, int64_t count, safetenso
             safetensors_source *source = &sources[i];
             if (rapt_dtype_size(source->dtype) != size) continue;
             int64_t elements = 0, bytes;
-            for (int32_t p = 0; p < source->pieces; p++) elements += rapt_tensor_count(&source->piece[p]);
+            for (int32_t p = 0; p < source->pieces; p++) {
+                source->piece[p] = rapt_normalised(&source->piece[p]);
+                elements += rapt_tensor_count(&source->piece[p]);
+            }
             source->begin = used;
             if (__builtin_mul_overflow(elements, (int64_t)size, &bytes) || __builtin_add_overflow(used, bytes, &used))
                 return rapt_fail(context, RAPT_ERROR_OVERFLOW, "the file's size overflows an int64");
@@ -163,15 +167,14 @@ static int64_t rows_of(const rapt_tensor *view) {
     return rows;
 }
 
-static void emit_view(output *out, rapt_dtype dtype, const rapt_tensor *given) {
-    int64_t count = rapt_tensor_count(given);
+static void emit_view(output *out, rapt_dtype dtype, const rapt_tensor *view) {
+    int64_t count = rapt_tensor_count(view);
     if (count == 0) return;
-    const rapt_tensor view = rapt_normalised(given);
-    if (given->data != NULL && given->dtype == dtype && rapt_tensor_is_contiguous(given)) {
-        emit(out, given->data, (size_t)count * rapt_dtype_size(dtype));
+    if (view->data != NULL && view->dtype == dtype && rapt_tensor_is_contiguous(view)) {
+        emit(out, view->data, (size_t)count * rapt_dtype_size(dtype));
         return;
     }
-    for (int64_t row = 0; row < rows_of(&view); row++) emit_row(out, dtype, &view, row);
+    for (int64_t row = 0; row < rows_of(view); row++) emit_row(out, dtype, view, row);
 }
 
 static void emit_source(output *out, const safetensors_source *source) {

@@ -17,8 +17,8 @@ enum { RAPT_LAYOUTS = 12 };
 extern const rapt_layout rapt_layouts[RAPT_LAYOUTS];
 
 bool rapt_is_scheme(rapt_scheme scheme); /* RAPT_SCHEME_AUTO too */
-/* The layout to save under: fused if the three projections read inputs of one size and the scheme knows how. NULL if the
- * scheme has only a fused one and the sizes differ. */
+/* The layout to save under: fused if the three projections read inputs of one size and the scheme knows how. NULL if
+ * the scheme has only a fused one and the sizes differ. */
 const rapt_layout *rapt_layout_to_save(rapt_scheme scheme, bool inputs_have_one_size);
 
 #endif

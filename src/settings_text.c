@@ -2,8 +2,8 @@
  *
  *     num_heads=8 batch_first=1 causal=0 add_zero_attn=0 scale=1p-3 dropout=3602879701896397p-55
  *
- * Other sizes follow from the tensors' shapes. Numbers are m * 2^e, exact, and the same in every locale. scale is there if
- * the layer has one of its own. A word that this release does not know is refused: it could change the result.
+ * Other sizes follow from the tensors' shapes. Numbers are m * 2^e, exact, and the same in every locale. scale is there
+ * if the layer has one of its own. A word that this release does not know is refused: it could change the result.
  */
 #include "checkpoint.h"
 

@@ -489,7 +489,8 @@ RAPT_API rapt_status rapt_repeat_kv_heads(rapt_context *context, const rapt_tens
  * 8. SAFETENSORS FILES
  *
  * A strict reader: a file that breaks one of the format's rules is refused with the reason and the byte, and *file is
- * NULL then. Tensors are views into the mapped file, read-only, and live until it is closed. A file may outlive its context.
+ * NULL then. Tensors are views into the mapped file, read-only, and live until it is closed. A file may outlive its
+ * context.
  */
 typedef struct rapt_safetensors rapt_safetensors;
 
@@ -506,8 +507,8 @@ RAPT_API rapt_status rapt_safetensors_find(rapt_context *context, const rapt_saf
 RAPT_API const char *rapt_safetensors_metadata(const rapt_safetensors *file, const char *key); /* NULL if absent */
 
 /* Writes tensors of any strides, `count` of them, and `pairs` pairs of key and value as the file's metadata (NULL for
- * none). The path is taken over all at once: the file is written beside it, brought to the disk and renamed. A failed call
- * leaves the old file, and nothing else; a process that is killed may leave a file .rapt-*.tmp there. */
+ * none). The path is taken over all at once: the file is written beside it, brought to the disk and renamed. A failed
+ * call leaves the old file, and nothing else; a process that is killed may leave a file .rapt-*.tmp there. */
 RAPT_API rapt_status rapt_safetensors_save(rapt_context *context, const char *path, int64_t count,
                                            const char *const *names, const rapt_tensor *tensors, int64_t pairs,
                                            const char *const (*metadata)[2]);
@@ -562,8 +563,8 @@ RAPT_API const char *rapt_scheme_name(rapt_scheme scheme); /* "pytorch"; NULL fo
 typedef struct rapt_checkpoint rapt_checkpoint;
 
 /* path is a safetensors file, or an index, which ends in .json: {"weight_map": {"tensor": "file beside it"}} and
- * optionally "metadata". A tensor that its file lacks, a file elsewhere, or a name that is there twice is an error. Files
- * are mapped, not read; whoever shortens one meanwhile takes the memory away. On failure *checkpoint is NULL. */
+ * optionally "metadata". A tensor that its file lacks, a file elsewhere, or a name that is there twice is an error.
+ * Files are mapped, not read; whoever shortens one meanwhile takes the memory away. On failure *checkpoint is NULL. */
 RAPT_API rapt_status rapt_checkpoint_open(rapt_context *context, const char *path, rapt_checkpoint **checkpoint);
 /* A safetensors file in memory of the caller's, which must outlive it. */
 RAPT_API rapt_status rapt_checkpoint_open_memory(rapt_context *context, const void *data, size_t size,
@@ -589,8 +590,8 @@ typedef struct rapt_layer_info {
     uint64_t reserved[8];
 } rapt_layer_info;
 
-/* Layers come in the order of their prefixes, with numbers counted: h.2. before h.10. One that has all its names is listed;
- * if its shapes or dtypes make no layer, rapt_checkpoint_layer says why. */
+/* Layers come in the order of their prefixes, with numbers counted: h.2. before h.10. One that has all its names is
+ * listed; if its shapes or dtypes make no layer, rapt_checkpoint_layer says why. */
 RAPT_API int64_t rapt_checkpoint_num_layers(const rapt_checkpoint *checkpoint);
 RAPT_API rapt_status rapt_checkpoint_layer(rapt_context *context, const rapt_checkpoint *checkpoint, int64_t index,
                                            rapt_layer_info *info);
@@ -641,9 +642,9 @@ static inline rapt_save_options rapt_save_options_default(void) {
     return options;
 }
 
-/* A file with this layer, written as rapt_safetensors_save writes; options may be NULL. Its metadata says what the tensors
- * do not (heads, batch_first, causal, add_zero_attn, scale, dropout), so that rapt_mha_load needs no options. Where a
- * scheme has one bias for q, k and v and the layer not all three, the others are zeros. */
+/* A file with this layer, written as rapt_safetensors_save writes; options may be NULL. Its metadata says what the
+ * tensors do not (heads, batch_first, causal, add_zero_attn, scale, dropout), so that rapt_mha_load needs no options.
+ * Where a scheme has one bias for q, k and v and the layer not all three, the others are zeros. */
 RAPT_API rapt_status rapt_mha_save(rapt_context *context, const rapt_mha *layer, const char *path,
                                    const rapt_save_options *options);
 

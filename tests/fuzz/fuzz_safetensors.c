@@ -1,4 +1,4 @@
-/* fuzz_safetensors.c - libFuzzer over files of strangers: opens one in memory, looks at every tensor and layer, loads each */
+/* fuzz_safetensors.c - libFuzzer over files of strangers: opens one in memory, looks at all tensors, loads all layers */
 #include <rapt/rapt.h>
 
 #include <stdlib.h>
