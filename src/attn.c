@@ -272,7 +272,7 @@ static rapt_status check_shapes(rapt_context *context, const rapt_tensor *query,
                                 const rapt_tensor *value, const rapt_tensor *out) {
     const rapt_named_tensor tensors[] = {{"query", query}, {"key", key}, {"value", value}, {"out", out}};
     static const char *const words[] = {"[N,H,L,D]", "[N,Hk,S,D]", "[N,Hk,S,Dv]", "[N,H,L,Dv]"};
-    bool has_keys = key != NULL || value != NULL;
+    bool has_keys = key != NULL && value != NULL;
     for (int i = 0; i < 4; i++) {
         if (!has_keys && (i == 1 || i == 2)) continue;
         rapt_status status = i < 3 ? rapt_check_tensor(context, tensors[i].name, tensors[i].tensor)
@@ -353,8 +353,8 @@ static rapt_status attend(rapt_context *context, attn_problem *p, const rapt_ten
 static rapt_status attention(rapt_context *context, const rapt_tensor *query, const rapt_tensor *key,
                              const rapt_tensor *value, const rapt_options *options, const rapt_tensor *out) {
     rapt_cache *cache = options->cache;
-    if (cache == NULL && key == NULL) return rapt_fail(context, RAPT_ERROR_NULL, "key is NULL");
-    if (cache == NULL && value == NULL) return rapt_fail(context, RAPT_ERROR_NULL, "value is NULL");
+    if (key == NULL && (cache == NULL || value != NULL)) return rapt_fail(context, RAPT_ERROR_NULL, "key is NULL");
+    if (value == NULL && key != NULL) return rapt_fail(context, RAPT_ERROR_NULL, "value is NULL");
     rapt_status status = check_shapes(context, query, key, value, out);
     if (status != RAPT_OK) return status;
     bool has_keys = key != NULL;

@@ -32,16 +32,17 @@ static rapt_status settle_config(rapt_context *context, const rapt_mha *layer, c
     }
     *config = *given;
     config->struct_size = sizeof *config;
-    const rapt_mha_config *of_layer = layer != NULL ? rapt_mha_settings(layer) : NULL;
-    if (of_layer == NULL &&
+    rapt_mha_config of_layer = {0};
+    if (layer != NULL) of_layer = *rapt_mha_settings(layer);
+    if (layer == NULL &&
         (given->num_kv_heads == RAPT_DEFAULT || given->head_dim == RAPT_DEFAULT || !given->set_dtype)) {
         return rapt_fail(context, RAPT_ERROR_ARGUMENT,
                          "without a layer, config must give num_kv_heads, head_dim and dtype (with set_dtype)");
     }
-    if (config->num_kv_heads == RAPT_DEFAULT) config->num_kv_heads = of_layer->num_kv_heads;
-    if (config->head_dim == RAPT_DEFAULT) config->head_dim = of_layer->head_dim;
+    if (config->num_kv_heads == RAPT_DEFAULT) config->num_kv_heads = of_layer.num_kv_heads;
+    if (config->head_dim == RAPT_DEFAULT) config->head_dim = of_layer.head_dim;
     if (config->value_dim == RAPT_DEFAULT) config->value_dim = config->head_dim;
-    if (!config->set_dtype) config->dtype = of_layer->dtype;
+    if (!config->set_dtype) config->dtype = of_layer.dtype;
     config->set_dtype = true;
     rapt_status status = check_size(context, "batch", config->batch);
     if (status == RAPT_OK) status = check_size(context, "capacity", config->capacity);
@@ -554,7 +555,7 @@ static rapt_status take_pair(rapt_context *context, const rapt_cache *cache, con
 static rapt_status export_all(rapt_context *context, rapt_cache *cache, const rapt_tensor *keys,
                               const rapt_tensor *values) {
     const rapt_cache_config *c = &cache->config;
-    rapt_view k, v;
+    rapt_view k = {0}, v = {0};
     rapt_status status = take_pair(context, cache, keys, values, true, &k, &v);
     if (status != RAPT_OK) return status;
     int64_t longest = 0;
@@ -563,6 +564,7 @@ static rapt_status export_all(rapt_context *context, rapt_cache *cache, const ra
         return rapt_fail(context, RAPT_ERROR_SHAPE, "keys has S %lld, expected at least the longest length, %lld",
                          (ll)keys->shape[1], (ll)longest);
     }
+    if (k.data == NULL || v.data == NULL) return RAPT_OK; /* of S = 0 */
     for (int64_t n = 0; n < c->batch; n++) {
         for (int64_t head = 0; head < c->num_kv_heads; head++) {
             for (int64_t p = 0; p < keys->shape[1]; p++) {
@@ -590,7 +592,7 @@ static rapt_status export_all(rapt_context *context, rapt_cache *cache, const ra
 
 static rapt_status import_all(rapt_context *context, rapt_cache *cache, const rapt_tensor *keys,
                               const rapt_tensor *values, const int64_t *lengths) {
-    rapt_view k, v;
+    rapt_view k = {0}, v = {0};
     rapt_status status = take_pair(context, cache, keys, values, false, &k, &v);
     if (status != RAPT_OK) return status;
     for (int64_t n = 0; n < cache->config.batch; n++) {
