@@ -69,10 +69,10 @@ static rapt_status take_padding_mask(rapt_context *context, const rapt_tensor *m
 
 /* ---- band and lengths ---- */
 
-static rapt_status check_array(rapt_context *context, const char *name, const int64_t *array) {
+rapt_status rapt_check_aligned(rapt_context *context, const char *name, const int64_t *array) {
     if ((uintptr_t)array % sizeof *array == 0) return RAPT_OK;
-    return rapt_fail(context, RAPT_ERROR_LAYOUT, "options.%s is at %p, which is not aligned to the 8 bytes of an int64",
-                     name, (const void *)array);
+    return rapt_fail(context, RAPT_ERROR_LAYOUT, "%s is at %p, which is not aligned to the 8 bytes of an int64", name,
+                     (const void *)array);
 }
 
 static rapt_status take_band(rapt_context *context, const rapt_options *o, attn_problem *p) {
@@ -88,7 +88,7 @@ static rapt_status take_band(rapt_context *context, const rapt_options *o, attn_
         return rapt_fail(context, RAPT_ERROR_ARGUMENT, "options.%s is %lld, but limit_%s is false",
                          is_left ? "left" : "right", (ll)(is_left ? o->left : o->right), is_left ? "left" : "right");
     }
-    rapt_status status = check_array(context, "offsets", o->offsets);
+    rapt_status status = rapt_check_aligned(context, "options.offsets", o->offsets);
     if (status != RAPT_OK) return status;
     p->limit_left = o->limit_left;
     p->left = o->left;
@@ -100,8 +100,8 @@ static rapt_status take_band(rapt_context *context, const rapt_options *o, attn_
 }
 
 static rapt_status take_lengths(rapt_context *context, const rapt_options *o, attn_problem *p) {
-    rapt_status status = check_array(context, "key_start", o->key_start);
-    if (status == RAPT_OK) status = check_array(context, "key_lengths", o->key_lengths);
+    rapt_status status = rapt_check_aligned(context, "options.key_start", o->key_start);
+    if (status == RAPT_OK) status = rapt_check_aligned(context, "options.key_lengths", o->key_lengths);
     if (status != RAPT_OK || (o->key_start == NULL && o->key_lengths == NULL)) return status;
     for (int64_t n = 0; n < p->batch; n++) {
         int64_t start = o->key_start != NULL ? o->key_start[n] : 0;

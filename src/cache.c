@@ -11,8 +11,21 @@
 
 typedef long long ll; /* for printf */
 
+#define MOST_DIM ((int64_t)1 << 48) /* so that a block's elements can be counted */
+
 static size_t sequence_bytes(const rapt_cache *cache) {
     return cache->block_bytes * (size_t)(cache->config.num_kv_heads * cache->blocks);
+}
+
+static int64_t ring_size(const rapt_cache *cache) { return cache->blocks * CUT; }
+static bool is_ring(const rapt_cache *cache) {
+    return cache->config.window > 0 && ring_size(cache) < cache->config.capacity;
+}
+
+/* Whether the keys that a query at `position` of sequence n sees through the window, itself aside, are there. */
+static bool sees_all(const rapt_cache *cache, int64_t n, int64_t position) {
+    int64_t seen = cache->config.window - 1, first = position > seen ? position - seen : 0;
+    return !is_ring(cache) || first >= cache->oldest[n] || first >= position;
 }
 
 /* ---- making one ---- */
@@ -70,6 +83,10 @@ static rapt_status create(rapt_context *context, const rapt_mha *layer, const ra
     rapt_status status = settle_config(context, layer, given, c);
     if (status != RAPT_OK) return status;
 
+    if (c->head_dim > MOST_DIM || c->value_dim > MOST_DIM) {
+        return rapt_fail(context, RAPT_ERROR_OVERFLOW, "head_dim %lld and value_dim %lld are too large to compute with",
+                         (ll)c->head_dim, (ll)c->value_dim);
+    }
     /* A ring holds the window and a block beside it: what a piece of 256 positions overwrites, nobody sees any more. */
     int64_t kept = c->capacity;
     if (c->window > 0 && c->window < c->capacity - CUT) kept = c->window + CUT;
@@ -80,7 +97,7 @@ static rapt_status create(rapt_context *context, const rapt_mha *layer, const ra
     made.block_bytes = rapt_size_mul(rapt_size_mul(CUT, row_reals), element);
     made.value_offset = rapt_size_mul(times(CUT, c->head_dim), element);
     size_t all_blocks = rapt_size_mul(sequences, times(c->num_kv_heads, made.blocks));
-    size_t tables = rapt_arena_size(rapt_size_mul(5 * sizeof(int64_t), sequences)), flags = rapt_arena_size(all_blocks);
+    size_t tables = rapt_arena_size(rapt_size_mul(6 * sizeof(int64_t), sequences)), flags = rapt_arena_size(all_blocks);
     made.memory_size = rapt_size_add(rapt_size_add(tables, flags), rapt_size_mul(all_blocks, made.block_bytes));
 
     rapt_cache *cache = rapt_allocate(&made.allocator, sizeof *cache);
@@ -95,6 +112,7 @@ static rapt_status create(rapt_context *context, const rapt_mha *layer, const ra
     made.past = made.cleared + c->batch;
     made.now = made.past + c->batch;
     made.row = made.now + c->batch;
+    made.oldest = made.row + c->batch;
     made.non_finite = (uint8_t *)memory + tables;
     made.data = memory + tables + flags;
     for (int64_t n = 0; n < c->batch; n++) made.row[n] = n;
@@ -188,7 +206,8 @@ static bool all_finite(const rapt_cache *cache, const char *block, int64_t colum
     for (int64_t t = 0; t < count; t++) {
         for (int64_t d = 0; d < cache->config.value_dim; d++) {
             int64_t at = rapt_cache_value_at(cache, column + t, d);
-            if (!isfinite(rapt_element_load(block + cache->value_offset, cache->config.dtype, at))) return false;
+            float value = (float)rapt_element_load(block + cache->value_offset, cache->config.dtype, at);
+            if (!isfinite(value)) return false; /* as f32: whoever reads it may compute in that */
         }
     }
     return true;
@@ -225,6 +244,8 @@ static void put(rapt_context *context, const put_job *job) {
         int64_t reached = cache->length[n] / CUT + (cache->length[n] % CUT != 0);
         if (reached > cache->blocks) reached = cache->blocks;
         if (reached > cache->cleared[cache->row[n]]) cache->cleared[cache->row[n]] = reached;
+        if (cache->length[n] - ring_size(cache) > cache->oldest[n])
+            cache->oldest[n] = cache->length[n] - ring_size(cache);
     }
 }
 
@@ -276,11 +297,6 @@ static rapt_status check_lengths(rapt_context *context, const rapt_cache *cache,
     return RAPT_OK;
 }
 
-static int64_t ring_size(const rapt_cache *cache) { return cache->blocks * CUT; }
-static bool is_ring(const rapt_cache *cache) {
-    return cache->config.window > 0 && ring_size(cache) < cache->config.capacity;
-}
-
 static rapt_status begin(rapt_context *context, rapt_cache *cache, const rapt_options *o, const cache_append *append,
                          attn_problem *p) {
     const rapt_cache_config *c = &cache->config;
@@ -289,9 +305,9 @@ static rapt_status begin(rapt_context *context, rapt_cache *cache, const rapt_op
     if (status == RAPT_OK) status = check_fit(context, "head_dim", p->dim, c->head_dim);
     if (status == RAPT_OK) status = check_fit(context, "value_dim", p->value_dim, c->value_dim);
     if (status == RAPT_OK) status = check_options(context, o);
-    if (status == RAPT_OK && append->lengths != NULL && (uintptr_t)append->lengths % sizeof(int64_t) != 0) {
-        status = rapt_fail(context, RAPT_ERROR_LAYOUT, "append_lengths is at %p, which is not aligned to 8 bytes",
-                           (const void *)append->lengths);
+    if (status == RAPT_OK) status = rapt_check_aligned(context, "append_lengths", append->lengths);
+    if (status == RAPT_OK && append->attends_only && append->lengths != NULL) {
+        status = rapt_fail(context, RAPT_ERROR_ARGUMENT, "append_lengths is given, but key and value are NULL");
     }
     if (status == RAPT_OK) status = check_lengths(context, cache, append);
     if (status != RAPT_OK) return status;
@@ -302,8 +318,7 @@ static rapt_status begin(rapt_context *context, rapt_cache *cache, const rapt_op
         cache->now[n] = cache->length[n] + more;
         cache->past[n] = append->attends_only ? cache->length[n] - p->queries : cache->length[n];
         if (cache->now[n] > p->keys) p->keys = cache->now[n];
-        if (append->attends_only && is_ring(cache) && p->queries > ring_size(cache) - c->window + 1 &&
-            cache->length[n] > ring_size(cache)) {
+        if (append->attends_only && p->queries > 0 && !sees_all(cache, n, cache->past[n] > 0 ? cache->past[n] : 0)) {
             return rapt_fail(context, RAPT_ERROR_STATE,
                              "the first of the last %lld positions of sequence %lld sees keys that have made room: "
                              "a window of %lld keeps %lld positions",
@@ -409,7 +424,7 @@ void rapt_cache_attend(rapt_context *context, rapt_cache *cache, const cache_app
 
 static rapt_status clear(rapt_context *context, rapt_cache *cache) {
     (void)context;
-    for (int64_t n = 0; n < cache->config.batch; n++) cache->length[n] = 0;
+    for (int64_t n = 0; n < cache->config.batch; n++) cache->length[n] = cache->oldest[n] = 0;
     size_t blocks = (size_t)(cache->config.batch * cache->config.num_kv_heads * cache->blocks);
     memset(cache->non_finite, 0, blocks);
     return RAPT_OK;
@@ -422,10 +437,7 @@ static rapt_status check_sequence(rapt_context *context, const rapt_cache *cache
 }
 
 static rapt_status check_rollback(rapt_context *context, const rapt_cache *cache, int64_t n, int64_t length) {
-    int64_t seen = length < cache->config.window - 1 ? length : cache->config.window - 1; /* by the next position */
-    if (!is_ring(cache) || length >= cache->length[n] || cache->length[n] - ring_size(cache) <= length - seen) {
-        return RAPT_OK;
-    }
+    if (length >= cache->length[n] || sees_all(cache, n, length)) return RAPT_OK;
     return rapt_fail(context, RAPT_ERROR_STATE,
                      "sequence %lld cannot go back from length %lld to %lld: with a window of %lld the cache keeps the "
                      "last %lld positions",
@@ -446,6 +458,7 @@ static rapt_status truncate_sequences(rapt_context *context, rapt_cache *cache, 
     }
     for (int64_t n = first; n < end && status == RAPT_OK; n++) {
         if (cache->length[n] > length) cache->length[n] = length;
+        if (cache->oldest[n] > cache->length[n]) cache->oldest[n] = cache->length[n]; /* nothing is left */
     }
     return status;
 }
@@ -469,6 +482,7 @@ static rapt_status copy_sequence(rapt_context *context, rapt_cache *cache, int64
     if (status != RAPT_OK || from == to) return status;
     copy_row(cache, cache->row[from], cache->row[to]);
     cache->length[to] = cache->length[from];
+    cache->oldest[to] = cache->oldest[from];
     return RAPT_OK;
 }
 
@@ -482,6 +496,8 @@ static bool contains(const int64_t *list, int64_t count, int64_t x) {
 static rapt_status reorder(rapt_context *context, rapt_cache *cache, const int64_t *source) {
     int64_t batch = cache->config.batch;
     if (source == NULL) return rapt_fail(context, RAPT_ERROR_NULL, "source is NULL");
+    rapt_status status = rapt_check_aligned(context, "source", source);
+    if (status != RAPT_OK) return status;
     for (int64_t n = 0; n < batch; n++) {
         if (source[n] < 0 || source[n] >= batch) {
             return rapt_fail(context, RAPT_ERROR_ARGUMENT, "source[%lld] is %lld, expected 0 to %lld", (ll)n,
@@ -503,6 +519,8 @@ static rapt_status reorder(rapt_context *context, rapt_cache *cache, const int64
     }
     memcpy(cache->row, row, (size_t)batch * sizeof *row);
     memcpy(cache->length, length, (size_t)batch * sizeof *length);
+    for (int64_t n = 0; n < batch; n++) length[n] = cache->oldest[source[n]];
+    memcpy(cache->oldest, length, (size_t)batch * sizeof *length);
     return RAPT_OK;
 }
 
@@ -533,7 +551,7 @@ static rapt_status take_plain(rapt_context *context, const rapt_cache *cache, co
 
 static rapt_status take_pair(rapt_context *context, const rapt_cache *cache, const rapt_tensor *keys,
                              const rapt_tensor *values, bool is_output, rapt_view *k, rapt_view *v) {
-    if (is_ring(cache)) {
+    if (cache->config.window > 0) {
         return rapt_fail(context, RAPT_ERROR_STATE, "a cache with a window does not hold all positions");
     }
     rapt_status status = take_plain(context, cache, "keys", keys, cache->config.head_dim, is_output, k);
@@ -594,6 +612,7 @@ static rapt_status import_all(rapt_context *context, rapt_cache *cache, const ra
                               const rapt_tensor *values, const int64_t *lengths) {
     rapt_view k = {0}, v = {0};
     rapt_status status = take_pair(context, cache, keys, values, false, &k, &v);
+    if (status == RAPT_OK) status = rapt_check_aligned(context, "lengths", lengths);
     if (status != RAPT_OK) return status;
     for (int64_t n = 0; n < cache->config.batch; n++) {
         int64_t most = keys->shape[1] < cache->config.capacity ? keys->shape[1] : cache->config.capacity;

@@ -19,6 +19,7 @@ struct rapt_cache {
     int64_t value_width; /* Dv rounded up to COLUMNS */
     size_t block_bytes, value_offset;
     int64_t *length;     /* [N] positions so far, those that fell out of a window included */
+    int64_t *oldest;     /* [N] the first of them that is still there */
     int64_t *cleared;    /* [N] of each row: blocks that were ever set to zero */
     int64_t *past, *now; /* [N] for the call in progress: positions of its first queries, lengths after it */
     int64_t *row;        /* [N] which of the N rows of blocks a sequence has */

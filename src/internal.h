@@ -198,6 +198,7 @@ extern const rapt_backend_table rapt_backend_cpu, rapt_backend_reference;
 /* Fills in everything that the options hold, which operator and layer share. The problem's sizes, dtype and default scale
  * are set before, and so is its cache. */
 rapt_status rapt_attn_options(rapt_context *context, const rapt_options *options, bool batched, attn_problem *problem);
+rapt_status rapt_check_aligned(rapt_context *context, const char *name, const int64_t *array); /* NULL is fine */
 rapt_status rapt_check_dropout(rapt_context *context, const char *name, double dropout);
 
 typedef struct rapt_named_tensor {

@@ -8,6 +8,8 @@
 #include "cache.h"
 #include "rotary.h"
 
+#include <math.h>
+
 typedef long long ll; /* for printf */
 
 /* One forward, as it is being prepared. */
@@ -191,6 +193,27 @@ static rapt_status check_apart(const mha_call *call) {
                                     (int)(sizeof inputs / sizeof *inputs));
 }
 
+/* N * L * H * D can then be counted anywhere. */
+static rapt_status check_total(const mha_call *call) {
+    const attn_problem *p = &call->problem;
+    int64_t longest = p->queries > p->keys ? p->queries : p->keys, bytes;
+    if (!__builtin_mul_overflow(p->batch, longest, &bytes) && !__builtin_mul_overflow(bytes, p->heads, &bytes) &&
+        !__builtin_mul_overflow(bytes, p->dim, &bytes) && !__builtin_mul_overflow(bytes, (int64_t)64, &bytes)) {
+        return RAPT_OK;
+    }
+    return rapt_fail(call->context, RAPT_ERROR_OVERFLOW,
+                     "the call is too large: N %lld, L %lld, S %lld with %lld heads of %lld", (ll)p->batch,
+                     (ll)p->queries, (ll)p->keys, (ll)p->heads, (ll)p->dim);
+}
+
+static rapt_status check_rotary(const mha_call *call) {
+    const rapt_rotary *rotary = call->options.rotary;
+    rapt_status status = rapt_rotary_check(call->context, rotary, call->problem.dim);
+    if (status != RAPT_OK || rotary->positions == NULL || call->key == NULL) return status;
+    return check_equal(call, "key", "length", call->key_rows, call->problem.queries,
+                       "query, since rotary.positions are those of both");
+}
+
 static rapt_status check_call(mha_call *call, bool training) {
     const rapt_mha_config *c = call->config;
     attn_problem *p = &call->problem;
@@ -220,18 +243,13 @@ static rapt_status check_call(mha_call *call, bool training) {
         call->holds_cache = true;
     }
 
-    int64_t longest = p->queries > p->keys ? p->queries : p->keys, bytes; /* N * L * H * D is then countable anywhere */
-    if (__builtin_mul_overflow(p->batch, longest, &bytes) || __builtin_mul_overflow(bytes, p->heads, &bytes) ||
-        __builtin_mul_overflow(bytes, p->dim, &bytes) || __builtin_mul_overflow(bytes, (int64_t)64, &bytes)) {
-        return rapt_fail(call->context, RAPT_ERROR_OVERFLOW,
-                         "the call is too large: N %lld, L %lld, S %lld with %lld heads of %lld", (ll)p->batch,
-                         (ll)p->queries, (ll)p->keys, (ll)p->heads, (ll)p->dim);
-    }
+    status = check_total(call);
+    if (status != RAPT_OK) return status;
     call->options.causal |= c->causal;
     status = rapt_attn_options(call->context, &call->options, call->batched, p);
     if (status == RAPT_OK) status = check_causal(call);
     if (status == RAPT_OK && call->options.rotary != NULL) {
-        status = rapt_rotary_check(call->context, call->options.rotary, p->dim);
+        status = check_rotary(call);
     }
     if (status == RAPT_OK) status = check_dropout(call, training);
     if (status == RAPT_OK) status = rapt_check_output(call->context, "out", call->out);
@@ -281,6 +299,7 @@ typedef struct mha_scratch {
     char *q, *attended; /* [N, L, H*D] */
     char *k, *v;        /* [N, key_rows, Hk*D] */
     void *rotary;       /* of rapt_rotate_rows */
+    int64_t *padding;   /* [N], for that */
     void *stage;        /* of the backend, for one step at a time */
 } mha_scratch;
 
@@ -393,7 +412,8 @@ static rapt_status reserve(mha_call *call, bool attends, mha_scratch *scratch) {
     if (!call->projects[2]) k = 0;
     size_t extra = makes_extra ? rapt_mha_extra_bytes(call->config) : 0, stage = stage_bytes(call, attends), total = 0;
     size_t rotary = call->options.rotary != NULL ? rapt_rotary_scratch(context, p->dim) : 0;
-    const size_t sizes[] = {q, q, k, k, extra, extra, stage, rotary};
+    size_t padding = rotary > 0 ? rapt_size_mul(sizeof(int64_t), (size_t)p->batch) : 0;
+    const size_t sizes[] = {q, q, k, k, extra, extra, stage, rotary, padding};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) total = rapt_size_add(total, rapt_arena_size(sizes[i]));
     for (int i = 0; packs && i < 4; i++) {
         if (packed[i] != NULL) total = rapt_size_add(total, rapt_arena_size(packed_bytes(packed[i])));
@@ -406,6 +426,7 @@ static rapt_status reserve(mha_call *call, bool attends, mha_scratch *scratch) {
     scratch->v = rapt_arena_take(arena, k);
     scratch->stage = rapt_arena_take(arena, stage);
     scratch->rotary = rapt_arena_take(arena, rotary);
+    scratch->padding = rapt_arena_take(arena, padding);
     if (makes_extra) {
         parts->extra_k = rapt_arena_take(arena, extra);
         parts->extra_v = rapt_arena_take(arena, extra);
@@ -422,21 +443,40 @@ static rapt_status reserve(mha_call *call, bool attends, mha_scratch *scratch) {
 
 /* ---- the whole ---- */
 
-/* Turns projected queries and keys by their positions: the caller's, those after the cache's, or counted from a sequence's first
- * real key. */
+/* The first key of a sequence that neither key_start nor the padding mask hides. */
+static int64_t first_real_key(const attn_problem *p, int64_t n) {
+    int64_t first = p->key_start != NULL ? p->key_start[n] : 0;
+    const attn_mask *mask = &p->padding;
+    for (; mask->data != NULL && first < p->keys; first++) {
+        double value = rapt_load(mask->data, mask->dtype, n * mask->stride[0] + first * mask->stride[3]);
+        if (mask->dtype == RAPT_BOOL ? value == 0 : value != -HUGE_VAL) break;
+    }
+    return first;
+}
+
+/* Turns projected queries and keys by their positions: the caller's, those after the cache's, or counted from a sequence's
+ * first real key, where a query stands by the band's offset. */
 static void turn(const mha_call *call, const mha_scratch *scratch) {
     const attn_problem *p = &call->problem;
-    const rapt_rotary *rotary = call->options.rotary;
-    if (rotary == NULL) return;
+    if (call->options.rotary == NULL) return;
+    for (int64_t n = 0; n < p->batch; n++) scratch->padding[n] = p->cache != NULL ? 0 : first_real_key(p, n);
     rotary_rows rows = {.dtype = p->dtype,
                         .dim = p->dim,
                         .batch = p->batch,
-                        .positions = rotary->positions,
-                        .first = p->cache != NULL ? p->offsets : NULL,
-                        .padding = p->key_start != NULL && rapt_same_view(call->query, call->key) ? p->key_start : NULL,
-                        .q = {.data = scratch->q, .length = p->queries, .heads = p->heads}};
-    if (call->projects[1]) rows.k = (rotary_heads){.data = scratch->k, .length = call->key_rows, .heads = p->kv_heads};
-    rapt_rotate_rows(call->context, rotary, &rows, scratch->rotary);
+                        .positions = call->options.rotary->positions,
+                        .padding = scratch->padding,
+                        .q = {.data = scratch->q,
+                              .length = p->queries,
+                              .heads = p->heads,
+                              .first = p->offsets,
+                              .first_of_all = p->offset}};
+    if (call->projects[1]) {
+        rows.k = (rotary_heads){.data = scratch->k,
+                                .length = call->key_rows,
+                                .heads = p->kv_heads,
+                                .first = p->cache != NULL ? p->offsets : NULL};
+    }
+    rapt_rotate_rows(call->context, call->options.rotary, &rows, scratch->rotary);
 }
 
 static void attend(const mha_call *call, const mha_scratch *scratch) {
@@ -618,6 +658,8 @@ static rapt_status append_keys(mha_call *call) {
     p->kv_heads = c->num_kv_heads;
     p->dim = p->value_dim = c->head_dim;
     status = check_keys(call);
+    if (status != RAPT_OK) return status;
+    status = check_total(call);
     if (status != RAPT_OK) return status;
     call->key_rows = p->keys;
     call->append.count = p->keys;

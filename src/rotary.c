@@ -24,13 +24,17 @@ static double dimension_of_turns(const rapt_rotary *r, double dims, double turns
     return dims * rapt_log((double)r->original_length / (turns * TWO_PI)) / (2 * rapt_log(r->base));
 }
 
+/* log2 of what the base is multiplied by for sequences longer than the original ones. */
+static double stretch_of_base(const rapt_rotary *r, double dims) {
+    if (r->length <= r->original_length) return 0;
+    double stretch = r->factor * (double)r->length / (double)r->original_length - (r->factor - 1);
+    return rapt_log2(stretch) * dims / (dims - 2);
+}
+
 /* Radians that pair i of `pairs` turns for each position. */
 static double speed(const rapt_rotary *r, int64_t pairs, int64_t i) {
     double dims = 2 * (double)pairs, base = r->base, exponent = 2 * (double)i / dims;
-    if (r->scaling == RAPT_ROTARY_NTK && r->length > r->original_length && pairs > 1) {
-        double stretch = r->factor * (double)r->length / (double)r->original_length - (r->factor - 1);
-        base *= power(stretch, dims / (dims - 2));
-    }
+    if (r->scaling == RAPT_ROTARY_NTK && pairs > 1) base *= rapt_exp2(stretch_of_base(r, dims));
     double plain = power(base, -exponent);
     switch (r->scaling) {
     case RAPT_ROTARY_LINEAR: return plain / r->factor;
@@ -44,8 +48,8 @@ static double speed(const rapt_rotary *r, int64_t pairs, int64_t i) {
     case RAPT_ROTARY_YARN: {
         double low = floor(dimension_of_turns(r, dims, r->high_turns));
         double high = ceil(dimension_of_turns(r, dims, r->low_turns));
-        low = clamp(low, 0, dims - 1);
-        high = clamp(high, 0, dims - 1);
+        low = low < 0 ? 0 : low;
+        high = high > dims - 1 ? dims - 1 : high;
         if (low == high) high += 0.001;
         double ramp = clamp(((double)i - low) / (high - low), 0, 1);
         return plain / r->factor * ramp + plain * (1 - ramp);
@@ -66,7 +70,7 @@ static int64_t pairs_of(const rapt_rotary *r, int64_t head_dim) {
 }
 
 static rapt_status check_number(rapt_context *context, const char *name, double value, double above) {
-    if (isfinite(value) && value > above) return RAPT_OK;
+    if (value > above && value < 0x1p400) return RAPT_OK; /* no power of it overflows */
     return rapt_fail(context, RAPT_ERROR_ARGUMENT, "rotary.%s is %g, expected a number above %g", name, value, above);
 }
 
@@ -95,12 +99,13 @@ rapt_status rapt_rotary_check(rapt_context *context, const rapt_rotary *r, int64
         status = check_number(context, "low_turns", r->low_turns, 0);
         if (status == RAPT_OK) status = check_number(context, "high_turns", r->high_turns, r->low_turns);
     }
-    if (status == RAPT_OK && r->set_amplitude) status = check_number(context, "amplitude", r->amplitude, 0);
-    if (status == RAPT_OK && (uintptr_t)r->positions % sizeof(int64_t) != 0) {
-        status = rapt_fail(context, RAPT_ERROR_LAYOUT, "rotary.positions is at %p, which is not aligned to 8 bytes",
-                           (const void *)r->positions);
+    if (status == RAPT_OK && r->scaling == RAPT_ROTARY_NTK && dims > 2 && !(stretch_of_base(r, (double)dims) < 500)) {
+        status = rapt_fail(context, RAPT_ERROR_ARGUMENT,
+                           "rotary.factor %g with length %lld and original_length %lld is too much", r->factor,
+                           (ll)r->length, (ll)r->original_length);
     }
-    return status;
+    if (status == RAPT_OK && r->set_amplitude) status = check_number(context, "amplitude", r->amplitude, 0);
+    return status == RAPT_OK ? rapt_check_aligned(context, "rotary.positions", r->positions) : status;
 }
 
 /* ---- turning ---- */
@@ -108,7 +113,7 @@ rapt_status rapt_rotary_check(rapt_context *context, const rapt_rotary *r, int64
 typedef struct turn_job {
     const rapt_rotary *rotary;
     const rotary_rows *rows;
-    int64_t pairs, longest;
+    int64_t pairs;
     double amplitude;
     double *speeds; /* [pairs], turns a position */
     char *lanes;    /* [lanes][pairs][2] doubles: cosine and sine */
@@ -133,9 +138,19 @@ static void turn_pair(char *head, rapt_dtype dtype, int64_t first, int64_t secon
     rapt_element_store(head, dtype, second, (double)(y * cosine + x * sine));
 }
 
-static void turn_heads(const turn_job *job, const rotary_heads *heads, int64_t n, int64_t i, const double *turns) {
+static void turn_heads(const turn_job *job, const rotary_heads *heads, int64_t n, int64_t i, double *turns) {
     const rotary_rows *rows = job->rows;
-    if (heads->data == NULL || i >= heads->length) return;
+    /* As doubles: no sum of a caller's int64 overflows, and up to 2^53 each is exact. */
+    double position = (double)i + (double)(heads->first != NULL ? heads->first[n] : heads->first_of_all);
+    if (rows->padding != NULL) position -= (double)rows->padding[n];
+    if (position < 0) position = 0; /* padding: no token */
+    if (rows->positions != NULL) position = (double)rows->positions[n * heads->length + i];
+    for (int64_t p = 0; p < job->pairs; p++) {
+        double angle = position * job->speeds[p];
+        rapt_sincos_2pi(angle - floor(angle), &turns[2 * p + 1], &turns[2 * p]);
+        turns[2 * p] *= job->amplitude;
+        turns[2 * p + 1] *= job->amplitude;
+    }
     size_t head_bytes = (size_t)rows->dim * rapt_dtype_size(rows->dtype);
     char *head = heads->data + (size_t)((n * heads->length + i) * heads->heads) * head_bytes;
     for (int64_t h = 0; h < heads->heads; h++, head += head_bytes) {
@@ -149,33 +164,24 @@ static void turn_heads(const turn_job *job, const rotary_heads *heads, int64_t n
 static void turn_row(void *arg, int64_t item, int32_t lane) {
     const turn_job *job = arg;
     const rotary_rows *rows = job->rows;
-    int64_t n = item / job->longest, i = item % job->longest, position;
-    if (rows->positions != NULL) {
-        position = rows->positions[item];
-    } else {
-        position = i + (rows->first != NULL ? rows->first[n] : 0) - (rows->padding != NULL ? rows->padding[n] : 0);
-        if (position < 0) position = 0; /* padding: no token */
-    }
+    int64_t q_rows = rows->batch * rows->q.length;
     double *turns = (double *)(void *)job->lanes + (int64_t)lane * 2 * job->pairs;
-    for (int64_t p = 0; p < job->pairs; p++) {
-        double angle = (double)position * job->speeds[p];
-        rapt_sincos_2pi(angle - floor(angle), &turns[2 * p + 1], &turns[2 * p]);
-        turns[2 * p] *= job->amplitude;
-        turns[2 * p + 1] *= job->amplitude;
+    if (item < q_rows) {
+        turn_heads(job, &rows->q, item / rows->q.length, item % rows->q.length, turns);
+    } else {
+        turn_heads(job, &rows->k, (item - q_rows) / rows->k.length, (item - q_rows) % rows->k.length, turns);
     }
-    turn_heads(job, &rows->q, n, i, turns);
-    turn_heads(job, &rows->k, n, i, turns);
 }
 
 void rapt_rotate_rows(rapt_context *context, const rapt_rotary *rotary, const rotary_rows *rows, void *scratch) {
     turn_job job = {.rotary = rotary, .rows = rows, .pairs = pairs_of(rotary, rows->dim), .speeds = scratch};
     job.amplitude = amplitude(rotary);
-    job.longest = rows->q.length > rows->k.length ? rows->q.length : rows->k.length;
     job.lanes = (char *)scratch + rapt_arena_size((size_t)job.pairs * sizeof(double));
     for (int64_t p = 0; p < job.pairs; p++) job.speeds[p] = speed(rotary, job.pairs, p) / TWO_PI;
-    double operations =
-        (double)(rows->batch * job.longest) * (double)(rows->dim * (rows->q.heads + rows->k.heads + 40));
-    rapt_parallel(context, rows->batch * job.longest, operations, turn_row, &job);
+    int64_t items = rows->batch * (rows->q.length + rows->k.length);
+    double work =
+        (double)rows->dim * (double)(rows->q.heads + rows->k.heads + 40); /* a sine costs some 40 times more */
+    rapt_parallel(context, items, (double)items * work, turn_row, &job);
 }
 
 /* ---- on their own: [N, H, L, D] ---- */
@@ -197,15 +203,16 @@ static rapt_status rotate(rapt_context *context, const rapt_rotary *rotary, cons
     }
     if (rapt_tensor_count(tensor) == 0) return RAPT_OK;
     status = rapt_rotary_check(context, rotary, tensor->shape[3]);
+    if (status == RAPT_OK) status = rapt_check_aligned(context, "first", first);
     if (status != RAPT_OK) return status;
     size_t bytes = rapt_rotary_scratch(context, tensor->shape[3]);
     if (!rapt_arena_reserve(&context->arena, &context->allocator, bytes)) return rapt_fail_memory(context, bytes);
-    rotary_rows rows = {.dtype = tensor->dtype,
-                        .dim = tensor->shape[3],
-                        .batch = tensor->shape[0],
-                        .positions = rotary->positions,
-                        .first = first,
-                        .q = {.data = tensor->data, .length = tensor->shape[1], .heads = tensor->shape[2]}};
+    rotary_rows rows = {
+        .dtype = tensor->dtype,
+        .dim = tensor->shape[3],
+        .batch = tensor->shape[0],
+        .positions = rotary->positions,
+        .q = {.data = tensor->data, .length = tensor->shape[1], .heads = tensor->shape[2], .first = first}};
     rapt_rotate_rows(context, rotary, &rows, rapt_arena_take(&context->arena, bytes));
     return RAPT_OK;
 }

@@ -8,13 +8,14 @@
 typedef struct rotary_heads {
     char *data; /* NULL: none */
     int64_t length, heads;
+    const int64_t *first; /* [N] position of the first row, or NULL: the same for all */
+    int64_t first_of_all; /* then */
 } rotary_heads;
 
 typedef struct rotary_rows {
     rapt_dtype dtype;
     int64_t batch, dim;
-    const int64_t *positions; /* [N, longest of the two], or NULL: counted */
-    const int64_t *first;     /* [N] where counting begins, or NULL: 0 */
+    const int64_t *positions; /* [N, length] where all have that length, or NULL: counted */
     const int64_t *padding;   /* [N] rows at the beginning that do not count, or NULL: none */
     rotary_heads q, k;
 } rotary_rows;

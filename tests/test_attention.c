@@ -229,10 +229,36 @@ static void test_exponential(void **state) {
     free_small(&p);
 }
 
+/* A band that begins within a chain of products: what lies before it in the chain is weighed 0, and may be anything. */
+static void test_values_before_the_band(void **state) {
+    (void)state;
+    rapt_context *context = make_context(1, RAPT_ISA_AUTO, RAPT_BACKEND_CPU);
+    for (int64_t d = 16; d <= 20; d += 4) { /* read in place, and packed */
+        for (int64_t first = 1; first < 300; first += 5) {
+            test_random random = {1};
+            rapt_tensor q = make_tensor(RAPT_F32, 4, (int64_t[]){1, 1, 1, d}), out = make_tensor(RAPT_F32, 4, q.shape);
+            rapt_tensor k = make_tensor(RAPT_F32, 4, (int64_t[]){1, 1, 320, d}), v = make_tensor(RAPT_F32, 4, k.shape);
+            fill_random(&random, &q, 1);
+            fill_random(&random, &k, 1);
+            fill_random(&random, &v, 1);
+            for (int64_t i = 0; i < first * d; i++) set_element(&v, i, i % 2 == 0 ? NAN : INFINITY);
+            rapt_options options = {.limit_left = true, .offset = first};
+            assert_ok(context, rapt_attention_forward(context, &q, &k, &v, &options, &out));
+            for (int64_t i = 0; i < d; i++) assert_true(isfinite(get_element(&out, i)));
+            free_tensor(&q);
+            free_tensor(&k);
+            free_tensor(&v);
+            free_tensor(&out);
+        }
+    }
+    rapt_context_destroy(context);
+}
+
 int main(void) {
     skip_without_forced_isa();
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_f32),
+        cmocka_unit_test(test_values_before_the_band),
         cmocka_unit_test(test_f64),
         cmocka_unit_test(test_bf16),
         cmocka_unit_test(test_f16),

@@ -390,6 +390,76 @@ static void test_cross_attention(void **state) {
     }
 }
 
+/* A ring that was rolled back has lost what came between: it must not be seen again. */
+static void test_rolled_back_rings(void **state) {
+    (void)state;
+    rapt_cache_config config = rapt_cache_config_default(2, 100000);
+    config.num_kv_heads = 1;
+    config.head_dim = 4;
+    config.set_dtype = true;
+    config.dtype = RAPT_F32;
+    config.window = 256; /* 512 positions are kept */
+    rapt_cache *cache = make_cache(NULL, config);
+    rapt_tensor x = random_tensor(1, RAPT_F32, 4, (int64_t[]){2, 1, 1000, 4}), y = make_tensor(RAPT_F32, 4, x.shape);
+    rapt_options options = {.causal = true, .cache = cache};
+    assert_ok(context, rapt_attention_forward(context, &x, &x, &x, &options, &y));
+    assert_int_equal(rapt_cache_truncate(context, cache, 0, 600), RAPT_ERROR_STATE);
+    assert_ok(context, rapt_cache_truncate(context, cache, 0, 744)); /* whose window begins at 489 */
+    assert_int_equal(rapt_cache_truncate(context, cache, 0, 742), RAPT_ERROR_STATE);
+    rapt_tensor few = slice(&x, 2, 0, 100), out = slice(&y, 2, 0, 100);
+    assert_int_equal(rapt_attention_forward(context, &few, NULL, NULL, &options, &out), RAPT_ERROR_STATE);
+    const int64_t swapped[2] = {1, 0};
+    assert_ok(context, rapt_cache_reorder(context, cache, swapped)); /* what is lost goes with the sequence */
+    assert_int_equal(rapt_cache_truncate(context, cache, 1, 742), RAPT_ERROR_STATE);
+    assert_ok(context, rapt_cache_copy(context, cache, 1, 0));
+    assert_int_equal(rapt_cache_truncate(context, cache, 0, 742), RAPT_ERROR_STATE);
+    /* From nothing it can always begin anew. */
+    assert_ok(context, rapt_cache_truncate(context, cache, RAPT_ALL, 0));
+    rapt_tensor expected = make_tensor(RAPT_F32, 4, x.shape);
+    assert_ok(context,
+              rapt_attention_forward(context, &x, &x, &x,
+                                     &(rapt_options){.causal = true, .limit_left = true, .left = 255}, &expected));
+    assert_ok(context, rapt_attention_forward(context, &x, &x, &x, &options, &y));
+    assert_true(same_bits(&y, &expected));
+    rapt_cache_destroy(cache);
+    free_tensors(&x, &y, &expected);
+}
+
+/* Infinity at a position that left the window, or too large for f32 in an f64 cache, reaches nobody who does not see it. */
+static void test_values_behind_the_window(void **state) {
+    (void)state;
+    for (int way = 0; way < 2; way++) {
+        rapt_cache_config config = rapt_cache_config_default(1, 1000);
+        config.num_kv_heads = 1;
+        config.head_dim = 16;
+        config.set_dtype = true;
+        config.dtype = way == 0 ? RAPT_F32 : RAPT_F64;
+        config.window = way == 0 ? 32 : 0;
+        rapt_cache *cache = make_cache(NULL, config);
+        rapt_tensor x = random_tensor(1, RAPT_F32, 4, (int64_t[]){1, 1, 100, 16}), v = convert_tensor(&x, RAPT_F32);
+        rapt_tensor out = make_tensor(RAPT_F32, 4, (int64_t[]){1, 1, 1, 16}),
+                    mask = make_tensor(RAPT_BOOL, 2, (int64_t[]){1, 100});
+        set_element(&v, 3 * 16 + 5, INFINITY);
+        if (way == 1) {
+            rapt_tensor keys = make_tensor(RAPT_F64, 4, (int64_t[]){1, 99, 1, 16});
+            fill_value(&keys, 0.5);
+            set_element(&keys, 3 * 16 + 5, 1e300);
+            assert_ok(context, rapt_cache_import(context, cache, &keys, &keys, NULL));
+            free_tensor(&keys);
+            set_element(&mask, 3, 1);
+        }
+        for (int64_t i = way == 0 ? 0 : 99; i < 100; i++) {
+            rapt_tensor token = slice(&x, 2, i, 1), value = slice(&v, 2, i, 1);
+            rapt_options options = {.causal = true, .cache = cache, .attn_mask = way == 1 ? &mask : NULL};
+            assert_ok(context, rapt_attention_forward(context, &token, &token, &value, &options, &out));
+            bool sees_it = way == 0 && i >= 3 && i < 35;
+            assert_true(isfinite(get_element(&out, 5)) == !sees_it);
+        }
+        rapt_cache_destroy(cache);
+        free_tensors(&x, &v, &out, &mask);
+    }
+}
+
 /* ---- refusals ---- */
 
 static void assert_refused(rapt_status status, rapt_status expected, const char *text) {
@@ -516,6 +586,8 @@ int main(void) {
         cmocka_unit_test(test_beams),
         cmocka_unit_test(test_operator_and_dtypes),
         cmocka_unit_test(test_cross_attention),
+        cmocka_unit_test(test_rolled_back_rings),
+        cmocka_unit_test(test_values_behind_the_window),
         cmocka_unit_test(test_refusals),
     };
     return cmocka_run_group_tests(tests, make_cpu_context, destroy_shared_context);

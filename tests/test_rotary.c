@@ -134,6 +134,42 @@ static void test_padding(void **state) {
     rapt_mha_destroy(layer);
 }
 
+/* So does padding by a mask, and a query that comes alone stands where the band puts it. */
+static void test_alignment(void **state) {
+    (void)state;
+    rapt_mha_config config = rapt_mha_config_default(32, 4);
+    config.batch_first = true;
+    rapt_mha *layer = create_random(&config);
+    rapt_rotary rotary = rapt_rotary_default(10000);
+    rapt_tensor padded = random_tensor(1, RAPT_F32, 3, (int64_t[]){2, 40, 32}),
+                mask = make_tensor(RAPT_BOOL, 2, (int64_t[]){2, 40});
+    for (int64_t j = 0; j < 13; j++) set_element(&mask, 40 + j, 1);
+    rapt_tensor all =
+        self_attention(layer, &padded, &(rapt_options){.causal = true, .rotary = &rotary, .key_padding_mask = &mask});
+    rapt_tensor second = slice(&padded, 0, 1, 1), real = slice(&second, 1, 13, 27), row = slice(&all, 0, 1, 1);
+    rapt_tensor expected = self_attention(layer, &real, &(rapt_options){.causal = true, .rotary = &rotary});
+    rapt_tensor actual = slice(&row, 1, 13, 27);
+    assert_true(same_bits(&actual, &expected));
+
+    rapt_tensor last = slice(&real, 1, 24, 3), end = slice(&expected, 1, 24, 3);
+    int64_t offsets[1] = {24};
+    for (int way = 0; way < 3; way++) {
+        rapt_options options = {.causal = true, .rotary = &rotary};
+        if (way == 0) options.align_bottom_right = true;
+        if (way == 1) options.offset = 24;
+        if (way == 2) options.offsets = offsets;
+        rapt_tensor some = forward(layer, &last, &real, &real, &options);
+        assert_true(same_bits(&some, &end));
+        free_tensor(&some);
+    }
+    int64_t positions[3] = {0};
+    rotary.positions = positions;
+    rapt_options options = {.rotary = &rotary};
+    assert_int_equal(rapt_mha_forward(context, layer, &last, &real, &real, &options, &end), RAPT_ERROR_SHAPE);
+    free_tensors(&padded, &mask, &all, &expected);
+    rapt_mha_destroy(layer);
+}
+
 static void test_refusals(void **state) {
     (void)state;
     rapt_tensor x = make_tensor(RAPT_F32, 4, (int64_t[]){1, 2, 1, 8}), flags = make_tensor(RAPT_BOOL, 4, x.shape);
@@ -153,6 +189,9 @@ static void test_refusals(void **state) {
          "rotary.low_turns is 0"},
         {{.dims = 8, .base = 9, .scaling = RAPT_ROTARY_YARN, .factor = 2, .original_length = 9, .low_turns = 2},
          "rotary.high_turns is 0, expected a number above 2"},
+        {{.dims = 4, .base = 9, .scaling = RAPT_ROTARY_NTK, .factor = 1e100, .original_length = 1, .length = 100},
+         "too much"},
+        {{.dims = 8, .base = 1e300}, "rotary.base is 1e+300"},
         {{.dims = 8, .base = 9, .set_amplitude = true, .amplitude = -1}, "rotary.amplitude is -1"},
     };
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
@@ -162,6 +201,8 @@ static void test_refusals(void **state) {
         assert_non_null(strstr(rapt_error_message(context), wrong[i].text));
     }
     rapt_rotary rotary = rapt_rotary_default(10000);
+    int64_t far = INT64_MAX; /* a position like any other */
+    assert_ok(context, rapt_rotate(context, &rotary, &far, &x));
     rapt_tensor strided = slice(&x, 3, 0, 4);
     assert_int_equal(rapt_rotate(context, NULL, NULL, &x), RAPT_ERROR_NULL);
     assert_int_equal(rapt_rotate(context, &rotary, NULL, &strided), RAPT_ERROR_LAYOUT);
@@ -176,9 +217,8 @@ static void test_refusals(void **state) {
 int main(void) {
     skip_without_forced_isa();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_golden_cases),
-        cmocka_unit_test(test_only_distances_matter),
-        cmocka_unit_test(test_padding),
+        cmocka_unit_test(test_golden_cases), cmocka_unit_test(test_only_distances_matter),
+        cmocka_unit_test(test_padding),      cmocka_unit_test(test_alignment),
         cmocka_unit_test(test_refusals),
     };
     return cmocka_run_group_tests(tests, make_cpu_context, destroy_shared_context);

@@ -721,16 +721,17 @@ RAPT_API rapt_status rapt_cache_export(rapt_context *context, rapt_cache *cache,
 RAPT_API rapt_status rapt_cache_import(rapt_context *context, rapt_cache *cache, const rapt_tensor *keys,
                                        const rapt_tensor *values, const int64_t *lengths);
 
-/* Rotary positions: pairs of dimensions of projected queries and keys turn by an angle that grows with the position, before keys are
- * stored. Positions count from a sequence's first real token, with a cache on from its length, unless the call gives them. Pair i
- * turns base^(-2i/dims) radians a position; the scalings are those of Hugging Face Transformers:
+/* Rotary positions: pairs of dimensions of projected queries and keys turn by an angle that grows with the position, before
+ * keys are stored. Unless the call gives positions, keys count from their sequence's first real one, or on from the
+ * cache's length, and queries stand where the band's offset puts them. Pair i turns base^(-2i/dims) radians a position;
+ * the scalings are those of Hugging Face Transformers:
  *
  *     linear    every pair `factor` times slower
  *     ntk       a larger base for sequences of `length` tokens, if that is above original_length ("dynamic")
- *     llama3    pairs that make fewer than low_turns turns within original_length are `factor` times slower, those above high_turns
- *               stay, between them it is mixed
- *     yarn      likewise by dimension, low_turns and high_turns being beta_slow and beta_fast; what is turned is multiplied by
- *               0.1 ln(factor) + 1 unless the amplitude is given
+ *     llama3    pairs that make fewer than low_turns turns within original_length are `factor` times slower, those with
+ *               more than high_turns stay, between them it is mixed
+ *     yarn      likewise by dimension, low_turns and high_turns being beta_slow and beta_fast; what is turned is
+ *               multiplied by 0.1 ln(factor) + 1 unless the amplitude is given
  */
 typedef enum rapt_rotary_scaling {
     RAPT_ROTARY_PLAIN = 0,
@@ -751,7 +752,7 @@ struct rapt_rotary {
     int64_t original_length, length;
     double low_turns, high_turns; /* 1 and 4 (llama3), 1 and 32 (yarn) */
     double amplitude;
-    const int64_t *positions; /* [N,L] of this call's tokens, or NULL */
+    const int64_t *positions; /* [N,L] of queries and keys alike, or NULL */
 };
 
 static inline rapt_rotary rapt_rotary_default(double base) {

@@ -203,7 +203,9 @@ static void attn_block(const attn_rows *rows, const attn_keys *keys, tile_range 
     real *scores = scratch + 2 * CUT, *reference = partial->reference, *sum = partial->sum;
     const attn_problem *p = rows->problem;
     bool has_mask = (p->mask.data != NULL || p->padding.data != NULL) && !keys->extra;
-    bool mark_masked = keys->has_non_finite_values && (has_mask || !range.all_seen);
+    /* Some of the keys that are weighed may be masked: by a mask, by the band, or before `begin` in its chain. */
+    bool weighs_masked = has_mask || !range.all_seen || range.begin % CHAIN != 0;
+    bool mark_masked = keys->has_non_finite_values && weighs_masked;
     tile_scores(rows, keys, q, range.begin, range.end, scores);
 
     /* Two passes over the rows: in each of them no row waits for another. */
