@@ -16,7 +16,9 @@ static void pack_queries(const attn_rows *rows, void *q) {
             rows->n * p->q.stride[0] + row_head(rows, r) * p->q.stride[1] + row_query(rows, r) * p->q.stride[2];
         if (p->dtype == REAL_DTYPE && p->q.stride[3] == 1) { /* in one go */
             const real *from = (const real *)(const void *)p->q.data + offset;
-            for (int64_t d = 0; d < p->dim; d++) to[d] = from[d] * factor;
+            int64_t d = 0;
+            for (; d + LANES <= p->dim; d += LANES) v_store(to + d, v_mul(v_load(from + d), v_all(factor)));
+            for (; d < p->dim; d++) to[d] = from[d] * factor;
             continue;
         }
         load_row(to, p->q.data, p->dtype, offset, p->q.stride[3], p->dim);
@@ -211,7 +213,7 @@ static void attn_block(const attn_rows *rows, const attn_keys *keys, tile_range 
     /* Two passes over the rows: in each of them no row waits for another. */
     bool is_plain = !has_mask && range.all_seen;
     for (int64_t r = 0; r < rows->count && is_plain; r++) {
-        mask_outside(scores + r * CUT, range.begin, range.begin, range.last, range.end);
+        if (range.last < range.end) mask_outside(scores + r * CUT, range.begin, range.begin, range.last, range.end);
         reference[r] = largest_score(scores + r * CUT, range.begin, range.end);
         is_plain = reference[r] > LOWEST;
     }
@@ -311,22 +313,22 @@ static __attribute__((noinline)) bool copy_sole_value(const attn_rows *rows, int
 
 static void attn_finish(const attn_rows *rows, const attn_partial *total) {
     const attn_problem *p = rows->problem;
-    int64_t element = (int64_t)rapt_dtype_size(p->dtype);
-    bool stores_in_place = p->dtype == REAL_DTYPE && p->out.stride[3] == 1 && p->value_dim == total->out_stride;
+    int64_t element = (int64_t)rapt_dtype_size(p->dtype), width = total->out_stride;
+    bool stores_in_place = p->dtype == REAL_DTYPE && p->out.stride[3] == 1 && p->value_dim == width;
+    const int64_t *stride = p->out.stride;
     for (int64_t r = 0; r < rows->count; r++) {
         real reference = ((const real *)total->reference)[r], sum = ((const real *)total->sum)[r];
-        real *out = (real *)total->out + r * total->out_stride;
+        real *out = (real *)total->out + r * width, *result = out;
         int64_t head = row_head(rows, r), query = row_query(rows, r);
         bool may_be_sole = !(sum < (real)0.7 || sum > (real)1.42); /* a lone weight is 2^r with |r| <= 1/2, or NaN */
         bool is_done = reference == (real)-INFINITY || (may_be_sole && copy_sole_value(rows, r, out));
         vec factor = v_all(is_done ? 1 : 1 / sum);
-        int64_t at = rows->n * p->out.stride[0] + head * p->out.stride[1] + query * p->out.stride[2];
-        char *target = p->out.data + at * element;
-        real *result = stores_in_place ? (real *)(void *)target : out;
-        for (int64_t d = 0; d < total->out_stride; d += LANES) {
+        char *target = p->out.data + (rows->n * stride[0] + head * stride[1] + query * stride[2]) * element;
+        if (stores_in_place) result = (real *)(void *)target;
+        for (int64_t d = 0; d < width; d += LANES) {
             v_store(result + d, v_add(v_mul(v_load(out + d), factor), v_zero())); /* final zeros are +0 */
         }
-        if (!stores_in_place) store_row(out, p->value_dim, target, p->dtype, p->out.stride[3]);
+        if (!stores_in_place) store_row(out, p->value_dim, target, p->dtype, stride[3]);
         if (p->lse.data != NULL) {
             double lse = ((double)reference + rapt_log2((double)sum)) * 0x1.62e42fefa39efp-1; /* ln 2 */
             int64_t to = rows->n * p->lse.stride[0] + head * p->lse.stride[1] + query * p->lse.stride[2];

@@ -58,13 +58,15 @@ INLINE real largest_score(const real *t, int64_t begin, int64_t end) {
     vec largest[APART];
     UNROLL for (int v = 0; v < APART; v++) largest[v] = v_all((real)-INFINITY);
     int64_t c = begin;
-    for (; c + APART * LANES <= end; c += APART * LANES) {
-        UNROLL for (int v = 0; v < APART; v++) {
-            largest[v] = v_max_or_second(v_load(t + c + v * LANES), largest[v]); /* drops NaN */
+    if (end - begin >= APART * LANES) {
+        for (; c + APART * LANES <= end; c += APART * LANES) {
+            UNROLL for (int v = 0; v < APART; v++) {
+                largest[v] = v_max_or_second(v_load(t + c + v * LANES), largest[v]); /* drops NaN */
+            }
         }
+        for (int v = 1; v < APART; v++) largest[0] = v_max_or_second(largest[v], largest[0]);
     }
     for (; c < end; c += LANES) largest[0] = v_max_or_second(v_load(t + c), largest[0]);
-    for (int v = 1; v < APART; v++) largest[0] = v_max_or_second(largest[v], largest[0]);
     return v_largest(largest[0]);
 }
 
