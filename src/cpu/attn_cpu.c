@@ -321,7 +321,7 @@ static attn_partial partial_at(const attn_plan *plan, char *memory) {
 static lane_scratch scratch_of(const attn_job *job, int32_t lane) {
     const attn_plan *plan = &job->plan;
     char *memory = job->lanes + (size_t)lane * (plan->lane_bytes + plan->weights_bytes);
-    lane_scratch scratch; /* of which keys is filled in for each cut */
+    lane_scratch scratch = {0}; /* keys is filled in for each cut */
     scratch.partial = partial_at(plan, memory);
     scratch.total = partial_at(plan, memory + plan->partial_bytes);
     scratch.scores = memory + 2 * plan->partial_bytes;
