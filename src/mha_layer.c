@@ -218,23 +218,34 @@ static void draw_weights(rapt_mha *layer, const owned_parameters *owned) {
 
 /* ---- creation ---- */
 
-static rapt_status create(rapt_context *context, const rapt_mha_config *given, rapt_mha **result) {
-    rapt_mha_config config;
-    rapt_status status = rapt_mha_settle_config(context, given, &config);
-    if (status != RAPT_OK) return status;
-    rapt_mha *layer = allocate_layer(context, &config);
+/* A layer with memory for parameters of its own and for packed weights; what is in them is the caller's to fill in. */
+static rapt_status make_owned(rapt_context *context, const rapt_mha_config *config, bias_presence bias,
+                              owned_parameters *owned, rapt_mha **made) {
+    rapt_mha *layer = allocate_layer(context, config);
     if (layer == NULL) return RAPT_ERROR_MEMORY;
-    bias_presence bias = {config.bias, config.bias, config.bias, config.bias};
-    owned_parameters owned = list_owned(layer, bias);
-    status = allocate_parameters(context, layer);
+    *owned = list_owned(layer, bias);
+    rapt_status status = allocate_parameters(context, layer);
     if (status == RAPT_OK) {
-        cut_parts(layer, &owned);
+        cut_parts(layer, owned);
         status = allocate_packed(context, layer);
     }
     if (status != RAPT_OK) {
         rapt_mha_destroy(layer);
         return status;
     }
+    *made = layer;
+    return RAPT_OK;
+}
+
+static rapt_status create(rapt_context *context, const rapt_mha_config *given, rapt_mha **result) {
+    rapt_mha_config config;
+    rapt_status status = rapt_mha_settle_config(context, given, &config);
+    if (status != RAPT_OK) return status;
+    bias_presence bias = {config.bias, config.bias, config.bias, config.bias};
+    owned_parameters owned;
+    rapt_mha *layer;
+    status = make_owned(context, &config, bias, &owned, &layer);
+    if (status != RAPT_OK) return status;
     draw_weights(layer, &owned);
     pack(context, layer);
     *result = layer;
@@ -303,20 +314,12 @@ void rapt_mha_fill(rapt_context *context, rapt_mha *layer, const mha_parts *give
 
 rapt_status rapt_mha_create_copy(rapt_context *context, const rapt_mha_config *config, const mha_parts *given,
                                  rapt_mha **result) {
-    rapt_mha *layer = allocate_layer(context, config);
-    if (layer == NULL) return RAPT_ERROR_MEMORY;
     bias_presence bias = {given->q.bias.data != NULL, given->k.bias.data != NULL, given->v.bias.data != NULL,
                           given->out.bias.data != NULL};
-    owned_parameters owned = list_owned(layer, bias);
-    rapt_status status = allocate_parameters(context, layer);
-    if (status == RAPT_OK) {
-        cut_parts(layer, &owned);
-        status = allocate_packed(context, layer);
-    }
-    if (status != RAPT_OK) {
-        rapt_mha_destroy(layer);
-        return status;
-    }
+    owned_parameters owned;
+    rapt_mha *layer;
+    rapt_status status = make_owned(context, config, bias, &owned, &layer);
+    if (status != RAPT_OK) return status;
     rapt_mha_fill(context, layer, given);
     *result = layer;
     return RAPT_OK;
