@@ -361,17 +361,19 @@ static rapt_status attention(rapt_context *context, const rapt_tensor *query, co
     attn_problem p = {.dtype = query->dtype,
                       .batch = query->shape[0],
                       .heads = query->shape[1],
-                      .kv_heads = has_keys ? key->shape[1] : cache->config.num_kv_heads,
                       .queries = query->shape[2],
-                      .keys = has_keys ? key->shape[2] : 0,
                       .dim = query->shape[3],
                       .value_dim = out->shape[3],
                       .q = view_of(query),
                       .out = view_of(out)};
     p.scale = 1 / sqrt((double)p.dim);
     if (has_keys) {
+        p.kv_heads = key->shape[1];
+        p.keys = key->shape[2];
         p.k = view_of(key);
         p.v = view_of(value);
+    } else if (cache != NULL) {
+        p.kv_heads = cache->config.num_kv_heads;
     }
     if (p.heads % p.kv_heads != 0) {
         return rapt_fail(context, RAPT_ERROR_SHAPE, "%s has %lld heads, which does not divide the %lld heads of query",
