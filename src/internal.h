@@ -61,7 +61,8 @@ struct rapt_context {
     int32_t lanes;      /* the most tasks at once; each lane has its own part of the scratch memory */
     int32_t tile_rows;  /* tuning, 0 for the default: rows of a tile. Changes speed and never bits; tests change it. */
     int32_t split_keys; /* tuning: 0 by need, 1 always, -1 never spread the keys of a row over lanes. Likewise. */
-    double operations_worth_a_thread; /* tuning: a loop with less work runs on the calling thread */
+    double operations_worth_a_thread;      /* tuning: a loop with less work runs on the calling thread */
+    uint64_t dropout_seed, dropout_offset; /* of calls that give none; the offset advances with each */
     rapt_arena arena;
     atomic_flag busy;
     char message[512];
@@ -134,6 +135,18 @@ void rapt_sincos_2pi(double turns, double *sine, double *cosine); /* turns in [0
 /* Philox 4x32-10: 128 random bits from a 64-bit key and a 128-bit counter. */
 void rapt_philox(uint64_t key, const uint32_t counter[4], uint32_t random[4]);
 
+/* Dropout: the weight of (row = n*H+h, query, key) stays if word key % 4 of the block that this counter draws is at least
+ * rapt_dropout_threshold(dropout). */
+static inline void rapt_dropout_counter(uint64_t offset, int64_t row, int64_t query, int64_t key, uint32_t counter[4]) {
+    counter[0] = (uint32_t)offset;
+    counter[1] = (uint32_t)row;
+    counter[2] = (uint32_t)query;
+    counter[3] = (uint32_t)(key / 4);
+}
+/* The upper half of an offset goes into the key: 2^32 calls draw apart before it does. */
+static inline uint64_t rapt_dropout_key(uint64_t seed, uint64_t offset) { return seed ^ (offset >> 32 << 32); }
+static inline uint64_t rapt_dropout_threshold(double dropout) { return (uint64_t)(dropout * 0x1p32); } /* 2^32: none */
+
 /* ---- the problem that a backend solves ---- */
 
 /* Up to four dimensions of elements; the problem's dtype says of what type. data NULL: absent. */
@@ -156,6 +169,8 @@ typedef struct attn_problem {
     rapt_view q, k, v, out;     /* [N,H,L,D] [N,Hk,S,D] [N,Hk,S,Dv] [N,H,L,Dv] */
     rapt_view extra_k, extra_v; /* [0,Hk,extra,D] [0,Hk,extra,Dv], stride[0] = 0 */
     double scale;
+    double dropout; /* of weights; what is drawn depends on the two below */
+    uint64_t dropout_seed, dropout_offset;
     attn_mask mask;    /* [N,H,L,S] */
     attn_mask padding; /* [N,0,0,S] */
     bool limit_left, limit_right;
@@ -165,6 +180,25 @@ typedef struct attn_problem {
     rapt_view weights; /* [N,H,L,S'], or averaged [N,0,L,S'] */
     rapt_view lse;     /* [N,H,L], f64 for f64, else f32 */
 } attn_problem;
+
+/* Where the gradient of an additive mask goes: [N,H,L,S], with a stride of 0 and a size of 1 where it is summed. */
+typedef struct mask_gradient {
+    void *data; /* NULL: not wanted */
+    rapt_dtype dtype;
+    int64_t size[3]; /* N or 1, H or 1, L or 1 */
+    int64_t stride[4];
+} mask_gradient;
+
+/* The backward of a problem whose out and lse are those of its forward. It has no cache. */
+typedef struct attn_gradients {
+    bool accumulate;   /* into what is there, but for the extra keys */
+    rapt_view out;     /* of the loss by the result, [N,H,L,Dv] */
+    rapt_view weights; /* by the returned weights, [N,H,L,S'] or averaged [N,0,L,S']; data NULL: none */
+    rapt_view q, k, v; /* to compute, as the problem's; data NULL: not wanted */
+    rapt_view extra_k; /* [N,Hk,extra,D] of the accumulation type */
+    rapt_view extra_v; /* [N,Hk,extra,Dv] likewise */
+    mask_gradient mask, padding;
+} attn_gradients;
 
 /* y = x * weight^T + bias for up to three weights that read the same x: the parts of a fused projection. */
 typedef struct linear_part {
@@ -183,12 +217,29 @@ typedef struct linear_problem {
     linear_part part[3];
 } linear_problem;
 
+/* The gradients of y = x * weight^T + bias. */
+typedef struct linear_gradients {
+    rapt_dtype dtype;
+    int64_t batch, length, features_in, features_out; /* rows are (n, l); K; O */
+    rapt_view x, dy;                                  /* [N, L, K], [N, L, O] */
+    rapt_tensor weight;                               /* [O, K], for dx */
+    rapt_view dx;                                     /* [N, L, K]; data NULL: not wanted, as for the next two */
+    rapt_tensor d_weight, d_bias;                     /* [O, K], [O] */
+    bool adds_dx, adds_parameters;                    /* to what is there */
+} linear_gradients;
+
 struct rapt_backend_table {
     bool reads_packed_weights;
     size_t (*attn_scratch)(const rapt_context *context, const attn_problem *problem);
     void (*attn_forward)(rapt_context *context, const attn_problem *problem, void *scratch);
     size_t (*linear_scratch)(const rapt_context *context, const linear_problem *problem);
     void (*linear)(rapt_context *context, const linear_problem *problem, void *scratch);
+    size_t (*attn_backward_scratch)(const rapt_context *context, const attn_problem *problem,
+                                    const attn_gradients *gradients);
+    void (*attn_backward)(rapt_context *context, const attn_problem *problem, const attn_gradients *gradients,
+                          void *scratch);
+    size_t (*linear_backward_scratch)(const rapt_context *context, const linear_gradients *gradients);
+    void (*linear_backward)(rapt_context *context, const linear_gradients *gradients, void *scratch);
 };
 
 extern const rapt_backend_table rapt_backend_cpu, rapt_backend_reference;

@@ -11,6 +11,7 @@
  *     3. contexts                     8. safetensors files
  *     4. tensors                      9. checkpoints: loading and saving layers
  *     5. the attention operator      10. decoding: the cache and rotary positions
+ *                                    11. training: backward, dropout, optimisers
  *
  * Three promises hold everywhere:
  *
@@ -276,8 +277,9 @@ typedef enum rapt_mode {
     RAPT_MODE_EVAL = 2,
 } rapt_mode;
 
-typedef struct rapt_cache rapt_cache;   /* section 10 */
-typedef struct rapt_rotary rapt_rotary; /* section 10 */
+typedef struct rapt_cache rapt_cache;         /* section 10 */
+typedef struct rapt_rotary rapt_rotary;       /* section 10 */
+typedef struct rapt_mha_state rapt_mha_state; /* section 11 */
 
 /* What a forward takes beside its tensors. Set it to zero ({0} in C, {} in C++) and then what you need. The reserved
  * space lets it grow without breaking compiled programs; it must stay zero. */
@@ -313,11 +315,15 @@ typedef struct rapt_options {
     const int64_t *append_lengths; /* [N], with a cache: how many of the L tokens are real, from the first on */
     const rapt_rotary *rotary;     /* layers only: turns queries and keys by their positions */
 
-    uint64_t reserved[13];
+    /* training, section 11 */
+    rapt_mha_state *state; /* layers only: keeps what the backward needs */
+    bool set_dropout_seed; /* dropout draws with the two below, not with the context's */
+    uint64_t dropout_seed, dropout_offset;
+
+    uint64_t reserved[9];
 } rapt_options;
 
-/* options may be NULL. out, options->weights and options->lse may not overlap anything else. Dropout above 0 is not
- * drawn in this release: RAPT_ERROR_UNSUPPORTED. */
+/* options may be NULL. out, options->weights and options->lse may not overlap anything else. */
 RAPT_API rapt_status rapt_attention_forward(rapt_context *context, const rapt_tensor *query, const rapt_tensor *key,
                                             const rapt_tensor *value, const rapt_options *options,
                                             const rapt_tensor *out);
@@ -460,7 +466,7 @@ RAPT_API bool rapt_mha_is_mha(const rapt_mha *layer); /* Hk == H */
 RAPT_API bool rapt_mha_is_mqa(const rapt_mha *layer); /* Hk == 1 */
 RAPT_API bool rapt_mha_is_gqa(const rapt_mha *layer); /* 1 < Hk < H */
 
-/* New layers train. While training, dropout above 0 is not drawn in this release: RAPT_ERROR_UNSUPPORTED. */
+/* New layers train: dropout, if they have any, is drawn. */
 RAPT_API void rapt_mha_train(rapt_mha *layer);
 RAPT_API void rapt_mha_eval(rapt_mha *layer);
 RAPT_API bool rapt_mha_is_training(const rapt_mha *layer);
@@ -773,6 +779,175 @@ RAPT_API rapt_status rapt_rotate(rapt_context *context, const rapt_rotary *rotar
  * key and value NULL attend to them without projecting again. lengths [N] as append_lengths. */
 RAPT_API rapt_status rapt_mha_append(rapt_context *context, const rapt_mha *layer, const rapt_tensor *key,
                                      const rapt_tensor *value, rapt_cache *cache, const int64_t *lengths);
+
+/* --------------------------------------------------------------------------------------------------------------------
+ * 11. TRAINING
+ *
+ * A forward with options.state keeps what its backward needs; the backward takes the gradient of the output and gives
+ * those of inputs and parameters; an optimiser takes a step with them:
+ *
+ *     rapt_mha_state *state;
+ *     rapt_mha_gradients *gradients;
+ *     rapt_optimizer *optimizer;
+ *     rapt_optimizer_config settings = rapt_optimizer_config_default(RAPT_ADAMW);
+ *     rapt_mha_state_create(ctx, &state);
+ *     rapt_mha_gradients_create(ctx, layer, &gradients);
+ *     rapt_optimizer_create(ctx, &settings, &optimizer);
+ *     rapt_optimizer_add_layer(ctx, optimizer, "", layer, gradients);
+ *     for (int step = 0; step < 1000; step++) {
+ *         rapt_options options = {.causal = true, .state = state};
+ *         rapt_mha_forward(ctx, layer, &x, &x, &x, &options, &y);
+ *         loss_gradient(&y, &dy);                                   // yours
+ *         rapt_mha_backward(ctx, layer, state, &dy, NULL, gradients);
+ *         rapt_optimizer_step(ctx, optimizer);                      // which also commits the layer
+ *     }
+ *
+ * Gradients are the same bits on every run, for any number of threads, on every ISA with fused multiply-add. Memory grows
+ * with L + S: weights are computed again from the log-sum-exp, and dropout is drawn again. There is no second derivative.
+ *
+ * DROPOUT zeroes each attention weight with probability `dropout` and divides the others by 1 - dropout; returned weights
+ * show it. Whether the weight of (n, h, query i, key j) stays is a function of seed, offset, n*H+h, i and j alone
+ * (Philox 4x32-10: key = seed, counter = offset, n*H+h, i, j/4). Unless a call gives seed and offset, they come from its
+ * context: the seed set there, and an offset that each call with dropout advances by one. Not with a cache.
+ */
+RAPT_API rapt_status rapt_context_set_seed(rapt_context *context, uint64_t seed); /* and offset 0; a new context's: 0 */
+
+/* Where gradients of the operator go, in their tensors' shapes and dtypes; NULL: not wanted. All zero to begin with. */
+typedef struct rapt_attention_gradients {
+    bool accumulate;                /* added to what is there, instead of written over it */
+    const rapt_tensor *query;       /* [N,H,L,D] */
+    const rapt_tensor *key, *value; /* [N,Hk,S,D], [N,Hk,S,Dv]: summed over the heads of a group */
+    const rapt_tensor
+        *attn_mask; /* of an additive mask: its shape, f32 or f64 or its dtype; summed where it broadcasts */
+    const rapt_tensor *key_padding_mask; /* likewise */
+    uint64_t reserved[8];
+} rapt_attention_gradients;
+
+/* The backward of rapt_attention_forward, with the arguments of the forward and its result. options->lse is required, and
+ * read: the forward's. options->weights is not read. With dropout, options give the seed and offset that the forward had.
+ * d_out [N,H,L,Dv] is the gradient of out; d_weights that of the weights, in their shape, or NULL. */
+RAPT_API rapt_status rapt_attention_backward(rapt_context *context, const rapt_tensor *query, const rapt_tensor *key,
+                                             const rapt_tensor *value, const rapt_options *options,
+                                             const rapt_tensor *out, const rapt_tensor *d_out,
+                                             const rapt_tensor *d_weights, const rapt_attention_gradients *gradients);
+
+/* What a forward kept. The memory is the state's, until its next forward; inputs, masks and arrays of the options are
+ * borrowed and must still be there, unchanged, for the backward. */
+typedef struct rapt_mha_saved {
+    rapt_tensor query, key, value; /* projected, and turned by rotary positions: [N,H,L,D], [N,Hk,S,D], [N,Hk,S,D] */
+    rapt_tensor attended;          /* before the output projection, [N,H,L,D] */
+    rapt_tensor lse;               /* [N,H,L] */
+    double dropout;                /* that was in force: 0 in eval mode */
+    uint64_t dropout_seed, dropout_offset;
+    uint64_t version; /* of the layer */
+} rapt_mha_saved;
+
+RAPT_API rapt_status rapt_mha_state_create(rapt_context *context, rapt_mha_state **state);
+RAPT_API void rapt_mha_state_destroy(rapt_mha_state *state);
+RAPT_API const rapt_mha_saved *rapt_mha_state_saved(const rapt_mha_state *state); /* NULL before its first forward */
+
+/* Where gradients of the layer go; NULL: not wanted. query, key and value have the shapes of the forward's inputs; where
+ * one tensor is given for several of them, it gets their sum. Parameters fused in the layer may be given apart, and the
+ * other way around. All zero to begin with, or made by rapt_mha_gradients_create. */
+typedef struct rapt_mha_gradients {
+    bool accumulate; /* added to what is there, instead of written over it */
+    const rapt_tensor *query, *key, *value;
+    const rapt_tensor *attn_mask, *key_padding_mask; /* as rapt_attention_gradients */
+    const rapt_tensor *in_proj_weight;
+    const rapt_tensor *q_proj_weight, *k_proj_weight, *v_proj_weight;
+    const rapt_tensor *in_proj_bias;
+    const rapt_tensor *q_proj_bias, *k_proj_bias, *v_proj_bias;
+    const rapt_tensor *bias_k, *bias_v;
+    const rapt_tensor *out_proj_weight, *out_proj_bias;
+    const rapt_tensor *static_k, *static_v; /* rapt_mha_functional_backward only */
+    uint64_t reserved[8];
+} rapt_mha_gradients;
+
+/* With memory for the gradient of every parameter of the layer, zeros; query, key, value and masks are the caller's to
+ * set. Under the names of rapt_mha_find. */
+RAPT_API rapt_status rapt_mha_gradients_create(rapt_context *context, const rapt_mha *layer,
+                                               rapt_mha_gradients **gradients);
+RAPT_API void rapt_mha_gradients_destroy(rapt_mha_gradients *gradients);
+
+/* The backward of the forward that filled the state, which it does not consume. A layer that was committed since then is
+ * RAPT_ERROR_STATE. d_out has the output's shape; d_weights is the gradient of the weights returned, or NULL. */
+RAPT_API rapt_status rapt_mha_backward(rapt_context *context, const rapt_mha *layer, const rapt_mha_state *state,
+                                       const rapt_tensor *d_out, const rapt_tensor *d_weights,
+                                       const rapt_mha_gradients *gradients);
+/* The same for rapt_mha_functional, with the weights of the forward. */
+RAPT_API rapt_status rapt_mha_functional_backward(rapt_context *context, const rapt_mha_weights *weights,
+                                                  const rapt_mha_state *state, const rapt_tensor *d_out,
+                                                  const rapt_tensor *d_weights, const rapt_mha_gradients *gradients);
+
+/* Gradients of the pieces. Split's is merge and merge's is split. Repeat's sums over the copies of a head, ascending:
+ * d_repeated [N,Hk*times,S,D] -> d_heads [N,Hk,S,D], or without N. rapt_rotate's turns back (and keeps the amplitude). */
+RAPT_API rapt_status rapt_repeat_kv_heads_backward(rapt_context *context, const rapt_tensor *d_repeated, int64_t times,
+                                                   bool accumulate, const rapt_tensor *d_heads);
+RAPT_API rapt_status rapt_rotate_backward(rapt_context *context, const rapt_rotary *rotary, const int64_t *first,
+                                          const rapt_tensor *tensor);
+
+/* Optimisers, with PyTorch's names, defaults and numbers (torch.optim.SGD, torch.optim.AdamW). */
+typedef enum rapt_optimizer_kind {
+    RAPT_SGD = 0,
+    RAPT_ADAMW = 1,
+} rapt_optimizer_kind;
+
+typedef struct rapt_optimizer_config {
+    size_t struct_size; /* set by rapt_optimizer_config_default */
+    rapt_optimizer_kind kind;
+    double learning_rate; /* 0.001 */
+    double weight_decay;  /* SGD 0, added to the gradient; AdamW 0.01, decoupled */
+    double momentum;      /* SGD: 0 */
+    double dampening;     /* SGD: 0 */
+    bool nesterov;        /* SGD: false; needs momentum above 0 and dampening 0 */
+    double beta1, beta2;  /* AdamW: 0.9 and 0.999 */
+    double epsilon;       /* AdamW: 1e-8 */
+} rapt_optimizer_config;
+
+static inline rapt_optimizer_config rapt_optimizer_config_default(rapt_optimizer_kind kind) {
+    rapt_optimizer_config config;
+    memset(&config, 0, sizeof config);
+    config.struct_size = sizeof config;
+    config.kind = kind;
+    config.learning_rate = 1e-3;
+    config.weight_decay = kind == RAPT_ADAMW ? 1e-2 : 0;
+    config.beta1 = 0.9;
+    config.beta2 = 0.999;
+    config.epsilon = 1e-8;
+    return config;
+}
+
+typedef struct rapt_optimizer rapt_optimizer;
+
+RAPT_API rapt_status rapt_optimizer_create(rapt_context *context, const rapt_optimizer_config *config,
+                                           rapt_optimizer **optimizer);
+RAPT_API void rapt_optimizer_destroy(rapt_optimizer *optimizer);
+
+/* A parameter of the caller's and its gradient, contiguous, of the same shape and dtype; both are borrowed. Names are
+ * those of a checkpoint and differ from each other. */
+RAPT_API rapt_status rapt_optimizer_add(rapt_context *context, rapt_optimizer *optimizer, const char *name,
+                                        const rapt_tensor *parameter, const rapt_tensor *gradient);
+/* Every parameter of a layer that the gradients (borrowed) have a tensor for, named prefix + its name in the layer. */
+RAPT_API rapt_status rapt_optimizer_add_layer(rapt_context *context, rapt_optimizer *optimizer, const char *prefix,
+                                              rapt_mha *layer, const rapt_mha_gradients *gradients);
+
+RAPT_API rapt_status rapt_optimizer_set_learning_rate(rapt_context *context, rapt_optimizer *optimizer, double rate);
+RAPT_API int64_t rapt_optimizer_steps(const rapt_optimizer *optimizer); /* taken so far */
+
+RAPT_API rapt_status rapt_optimizer_zero_gradients(rapt_context *context, rapt_optimizer *optimizer);
+/* Scales all gradients so that the norm over all of them together is at most max_norm, as clip_grad_norm_ does. *norm, if
+ * not NULL, gets what it was before. */
+RAPT_API rapt_status rapt_optimizer_clip(rapt_context *context, rapt_optimizer *optimizer, double max_norm,
+                                         double *norm);
+/* Changes every parameter by its gradient, and commits the layers. */
+RAPT_API rapt_status rapt_optimizer_step(rapt_context *context, rapt_optimizer *optimizer);
+
+/* A checkpoint with all parameters under their names and the optimiser's state beside them, as rapt_safetensors_save
+ * writes it; and both back into an optimiser that was built in the same way, with the layers committed. A failed load
+ * changes nothing. rapt_mha_load reads the layers of such a file. */
+RAPT_API rapt_status rapt_optimizer_save(rapt_context *context, const rapt_optimizer *optimizer, const char *path);
+RAPT_API rapt_status rapt_optimizer_load(rapt_context *context, rapt_optimizer *optimizer,
+                                         const rapt_checkpoint *checkpoint);
 
 #ifdef __cplusplus
 }
