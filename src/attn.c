@@ -8,29 +8,39 @@ typedef long long ll; /* for printf */
 
 /* ---- masks: bool and every floating-point type, which is all there are ---- */
 
+bool rapt_fit_attn_mask(const rapt_tensor *mask, const attn_problem *p, int64_t stride[4], int64_t size[3]) {
+    rapt_tensor normalised = rapt_normalised(mask);
+    const int64_t *shape = mask->shape;
+    int32_t row = mask->ndim - 2; /* where L stands */
+    if (mask->ndim < 2 || mask->ndim > 4) return false;
+    stride[0] = stride[1] = 0;
+    stride[2] = normalised.stride[row];
+    stride[3] = normalised.stride[row + 1];
+    size[0] = size[1] = 1;
+    size[2] = shape[row];
+    bool fits = (shape[row] == p->queries || (mask->ndim == 4 && shape[row] == 1)) && shape[row + 1] == p->keys;
+    if (mask->ndim == 3) {
+        fits = fits && shape[0] == p->batch * p->heads;
+        stride[0] = p->batch > 1 ? p->heads * normalised.stride[0] : 0;
+        stride[1] = normalised.stride[0];
+        size[0] = p->batch;
+        size[1] = p->heads;
+    } else if (mask->ndim == 4) {
+        fits = fits && (shape[0] == p->batch || shape[0] == 1) && (shape[1] == p->heads || shape[1] == 1);
+        stride[0] = normalised.stride[0];
+        stride[1] = normalised.stride[1];
+        size[0] = shape[0];
+        size[1] = shape[1];
+    }
+    return fits;
+}
+
 static rapt_status take_attn_mask(rapt_context *context, const rapt_tensor *mask, attn_problem *p) {
     rapt_status status = rapt_check_tensor(context, "attn_mask", mask);
     if (status != RAPT_OK) return status;
-    rapt_tensor normalised = rapt_normalised(mask);
-    const int64_t *shape = mask->shape, *stride = normalised.stride;
     attn_mask result = {.data = mask->data, .dtype = mask->dtype};
-    bool fits = false;
-    int32_t row = mask->ndim - 2; /* where L stands */
-    if (mask->ndim >= 2 && mask->ndim <= 4) {
-        fits = (shape[row] == p->queries || (mask->ndim == 4 && shape[row] == 1)) && shape[row + 1] == p->keys;
-        result.stride[2] = stride[row];
-        result.stride[3] = stride[row + 1];
-    }
-    if (mask->ndim == 3) {
-        fits = fits && shape[0] == p->batch * p->heads;
-        result.stride[0] = p->batch > 1 ? p->heads * stride[0] : 0;
-        result.stride[1] = stride[0];
-    } else if (mask->ndim == 4) {
-        fits = fits && (shape[0] == p->batch || shape[0] == 1) && (shape[1] == p->heads || shape[1] == 1);
-        result.stride[0] = stride[0];
-        result.stride[1] = stride[1];
-    }
-    if (!fits) {
+    int64_t size[3];
+    if (!rapt_fit_attn_mask(mask, p, result.stride, size)) {
         char text[RAPT_SHAPE_TEXT];
         ll n = p->batch, h = p->heads, l = p->queries, s = p->keys;
         return rapt_fail(
@@ -122,11 +132,8 @@ static rapt_status take_lengths(rapt_context *context, const rapt_options *o, at
 
 /* ---- returned weights and log-sum-exp ---- */
 
-/* Checks a result of the given shape, whose first size is dropped when there is no batch. */
-static rapt_status take_result(rapt_context *context, const char *name, const rapt_tensor *tensor, rapt_dtype dtype,
-                               bool batched, int32_t rank, const int64_t *shape, rapt_view *view) {
-    rapt_status status = rapt_check_output(context, name, tensor);
-    if (status != RAPT_OK) return status;
+rapt_status rapt_take_view(rapt_context *context, const char *name, const rapt_tensor *tensor, rapt_dtype dtype,
+                           bool batched, int32_t rank, const int64_t *shape, rapt_view *view) {
     if (tensor->dtype != dtype) {
         return rapt_fail(context, RAPT_ERROR_DTYPE, "%s is %s, expected %s", name, rapt_dtype_name(tensor->dtype),
                          rapt_dtype_name(dtype));
@@ -143,32 +150,39 @@ static rapt_status take_result(rapt_context *context, const char *name, const ra
     rapt_tensor normalised = rapt_normalised(tensor);
     view->data = tensor->data;
     for (int32_t d = skipped; d < rank; d++) view->stride[d] = normalised.stride[d - skipped];
+    if (rapt_tensor_count(tensor) == 0) view->data = NULL;
     return RAPT_OK;
 }
 
-static rapt_status take_results(rapt_context *context, const rapt_options *o, bool batched, attn_problem *p) {
+rapt_status rapt_take_weights(rapt_context *context, const char *name, const rapt_tensor *tensor, bool batched,
+                              const attn_problem *p, rapt_view *view) {
     int64_t keys = p->keys + p->extra_keys;
+    int64_t per_head[4] = {p->batch, p->heads, p->queries, keys}, averaged[3] = {p->batch, p->queries, keys};
+    if (!p->average_weights) return rapt_take_view(context, name, tensor, p->dtype, batched, 4, per_head, view);
+    rapt_status status = rapt_take_view(context, name, tensor, p->dtype, batched, 3, averaged, view);
+    view->stride[3] = view->stride[2]; /* [N, L, S'] as [N, 0, L, S'] */
+    view->stride[2] = view->stride[1];
+    view->stride[1] = 0;
+    return status;
+}
+
+rapt_status rapt_take_lse(rapt_context *context, const rapt_tensor *tensor, bool batched, attn_problem *p) {
+    int64_t shape[3] = {p->batch, p->heads, p->queries};
+    return rapt_take_view(context, "lse", tensor, rapt_accumulation_dtype(p->dtype), batched, 3, shape, &p->lse);
+}
+
+static rapt_status take_results(rapt_context *context, const rapt_options *o, bool batched, attn_problem *p) {
+    rapt_status status = RAPT_OK;
     if (o->weights != NULL) {
-        int64_t per_head[4] = {p->batch, p->heads, p->queries, keys}, averaged[3] = {p->batch, p->queries, keys};
         p->average_weights = !o->per_head_weights;
-        rapt_status status = take_result(context, "weights", o->weights, p->dtype, batched, p->average_weights ? 3 : 4,
-                                         p->average_weights ? averaged : per_head, &p->weights);
-        if (status != RAPT_OK) return status;
-        if (p->average_weights) { /* [N, L, S'] as [N, 0, L, S'] */
-            p->weights.stride[3] = p->weights.stride[2];
-            p->weights.stride[2] = p->weights.stride[1];
-            p->weights.stride[1] = 0;
-        }
-        if (rapt_tensor_count(o->weights) == 0) p->weights.data = NULL;
+        status = rapt_check_output(context, "weights", o->weights);
+        if (status == RAPT_OK) status = rapt_take_weights(context, "weights", o->weights, batched, p, &p->weights);
     }
-    if (o->lse != NULL) {
-        int64_t shape[3] = {p->batch, p->heads, p->queries};
-        rapt_status status =
-            take_result(context, "lse", o->lse, rapt_accumulation_dtype(p->dtype), batched, 3, shape, &p->lse);
-        if (status != RAPT_OK) return status;
-        if (rapt_tensor_count(o->lse) == 0) p->lse.data = NULL;
+    if (status == RAPT_OK && o->lse != NULL) {
+        status = rapt_check_output(context, "lse", o->lse);
+        if (status == RAPT_OK) status = rapt_take_lse(context, o->lse, batched, p);
     }
-    return RAPT_OK;
+    return status;
 }
 
 rapt_status rapt_attn_options(rapt_context *context, const rapt_options *o, bool batched, attn_problem *p) {
@@ -183,6 +197,11 @@ rapt_status rapt_attn_options(rapt_context *context, const rapt_options *o, bool
     }
     if (o->scale != 0 && !o->set_scale) {
         return rapt_fail(context, RAPT_ERROR_ARGUMENT, "options.scale is %g, but set_scale is false", o->scale);
+    }
+    if ((o->dropout_seed != 0 || o->dropout_offset != 0) && !o->set_dropout_seed) {
+        return rapt_fail(context, RAPT_ERROR_ARGUMENT, "options.%s is %llu, but set_dropout_seed is false",
+                         o->dropout_seed != 0 ? "dropout_seed" : "dropout_offset",
+                         (unsigned long long)(o->dropout_seed != 0 ? o->dropout_seed : o->dropout_offset));
     }
     if (o->per_head_weights && o->weights == NULL) {
         return rapt_fail(context, RAPT_ERROR_ARGUMENT, "options.per_head_weights is true, but weights is NULL");
@@ -208,11 +227,31 @@ rapt_status rapt_check_dropout(rapt_context *context, const char *name, double d
     return rapt_fail(context, RAPT_ERROR_ARGUMENT, "%s is %g, expected a number in [0, 1]", name, dropout);
 }
 
+rapt_status rapt_take_dropout(rapt_context *context, const rapt_options *o, double dropout, attn_problem *p) {
+    if (dropout > 0 && o->cache != NULL) {
+        return rapt_fail(context, RAPT_ERROR_ARGUMENT, "dropout is %g, expected 0 with a cache", dropout);
+    }
+    p->dropout = dropout;
+    p->dropout_seed = o->set_dropout_seed ? o->dropout_seed : context->dropout_seed;
+    p->dropout_offset = o->set_dropout_seed ? o->dropout_offset : context->dropout_offset;
+    return RAPT_OK;
+}
+
+void rapt_advance_dropout(rapt_context *context, const rapt_options *o, const attn_problem *p) {
+    if (p->dropout > 0 && !o->set_dropout_seed) context->dropout_offset++;
+}
+
 /* ---- results apart from everything else ---- */
 
 rapt_status rapt_check_results_apart(rapt_context *context, const rapt_options *o, int64_t batch,
                                      const rapt_tensor *out, const rapt_named_tensor *inputs, int count) {
     const rapt_named_tensor results[] = {{"out", out}, {"weights", o->weights}, {"lse", o->lse}};
+    return rapt_check_all_apart(context, o, batch, results, 3, inputs, count);
+}
+
+rapt_status rapt_check_all_apart(rapt_context *context, const rapt_options *o, int64_t batch,
+                                 const rapt_named_tensor *results, int result_count, const rapt_named_tensor *inputs,
+                                 int count) {
     /* The arrays of int64 are read during the call like tensors, and an element of them is as wide as an f64. */
     enum { ARRAYS = 4 };
     rapt_tensor arrays[ARRAYS];
@@ -221,7 +260,7 @@ rapt_status rapt_check_results_apart(rapt_context *context, const rapt_options *
     for (int a = 0; a < ARRAYS; a++) {
         if (array[a] != NULL) arrays[a] = rapt_tensor_of((void *)(uintptr_t)array[a], RAPT_F64, 1, &batch);
     }
-    for (int r = 0; r < 3; r++) {
+    for (int r = 0; r < result_count; r++) {
         if (results[r].tensor == NULL) continue;
         rapt_status status = RAPT_OK;
         const char *name = results[r].name;
@@ -306,7 +345,7 @@ static rapt_status check_shapes(rapt_context *context, const rapt_tensor *query,
     return status;
 }
 
-static rapt_status check_options(rapt_context *context, const rapt_options *options) {
+rapt_status rapt_check_operator_options(rapt_context *context, const rapt_options *options) {
     if (options->mode != RAPT_MODE_DEFAULT) {
         return rapt_fail(context, RAPT_ERROR_ARGUMENT,
                          "options.mode is set, but the operator has no training mode: dropout is what "
@@ -319,12 +358,39 @@ static rapt_status check_options(rapt_context *context, const rapt_options *opti
     if (options->rotary != NULL) {
         return rapt_fail(context, RAPT_ERROR_ARGUMENT, "options.rotary is for layers: turn tensors with rapt_rotate");
     }
-    rapt_status status = rapt_check_dropout(context, "options.dropout", options->dropout);
+    if (options->state != NULL) {
+        return rapt_fail(context, RAPT_ERROR_ARGUMENT,
+                         "options.state is for layers: rapt_attention_backward takes what the forward took");
+    }
+    return rapt_check_dropout(context, "options.dropout", options->dropout);
+}
+
+rapt_status rapt_attn_tensors(rapt_context *context, const rapt_tensor *query, const rapt_tensor *key,
+                              const rapt_tensor *value, const rapt_cache *cache, const rapt_tensor *out,
+                              attn_problem *p) {
+    rapt_status status = check_shapes(context, query, key, value, out);
     if (status != RAPT_OK) return status;
-    if (options->dropout > 0) {
-        return rapt_fail(context, RAPT_ERROR_UNSUPPORTED,
-                         "options.dropout is %g: dropout is not drawn in Rapt %s, pass 0", options->dropout,
-                         rapt_version());
+    bool has_keys = key != NULL;
+    *p = (attn_problem){.dtype = query->dtype,
+                        .batch = query->shape[0],
+                        .heads = query->shape[1],
+                        .queries = query->shape[2],
+                        .dim = query->shape[3],
+                        .value_dim = out->shape[3],
+                        .q = view_of(query),
+                        .out = view_of(out)};
+    p->scale = 1 / sqrt((double)p->dim);
+    if (has_keys) {
+        p->kv_heads = key->shape[1];
+        p->keys = key->shape[2];
+        p->k = view_of(key);
+        p->v = view_of(value);
+    } else if (cache != NULL) {
+        p->kv_heads = cache->config.num_kv_heads;
+    }
+    if (p->heads % p->kv_heads != 0) {
+        return rapt_fail(context, RAPT_ERROR_SHAPE, "%s has %lld heads, which does not divide the %lld heads of query",
+                         has_keys ? "key" : "the cache", (ll)p->kv_heads, (ll)p->heads);
     }
     return RAPT_OK;
 }
@@ -334,7 +400,8 @@ static rapt_status attend(rapt_context *context, attn_problem *p, const rapt_ten
                           const rapt_tensor *value, const rapt_options *options, const cache_append *append,
                           const rapt_tensor *out) {
     rapt_status status = rapt_attn_options(context, options, true, p);
-    if (status == RAPT_OK) status = check_options(context, options);
+    if (status == RAPT_OK) status = rapt_check_operator_options(context, options);
+    if (status == RAPT_OK) status = rapt_take_dropout(context, options, options->dropout, p);
     const rapt_named_tensor inputs[] = {{"query", query}, {"key", key}, {"value", value}};
     if (status == RAPT_OK) status = rapt_check_results_apart(context, options, p->batch, out, inputs, 3);
     if (status != RAPT_OK || p->batch == 0 || p->queries == 0) return status;
@@ -355,32 +422,16 @@ static rapt_status attention(rapt_context *context, const rapt_tensor *query, co
     rapt_cache *cache = options->cache;
     if (key == NULL && (cache == NULL || value != NULL)) return rapt_fail(context, RAPT_ERROR_NULL, "key is NULL");
     if (value == NULL && key != NULL) return rapt_fail(context, RAPT_ERROR_NULL, "value is NULL");
-    rapt_status status = check_shapes(context, query, key, value, out);
+    attn_problem p;
+    rapt_status status = rapt_attn_tensors(context, query, key, value, cache, out, &p);
     if (status != RAPT_OK) return status;
-    bool has_keys = key != NULL;
-    attn_problem p = {.dtype = query->dtype,
-                      .batch = query->shape[0],
-                      .heads = query->shape[1],
-                      .queries = query->shape[2],
-                      .dim = query->shape[3],
-                      .value_dim = out->shape[3],
-                      .q = view_of(query),
-                      .out = view_of(out)};
-    p.scale = 1 / sqrt((double)p.dim);
-    if (has_keys) {
-        p.kv_heads = key->shape[1];
-        p.keys = key->shape[2];
-        p.k = view_of(key);
-        p.v = view_of(value);
-    } else if (cache != NULL) {
-        p.kv_heads = cache->config.num_kv_heads;
+    if (cache == NULL) {
+        status = attend(context, &p, query, key, value, options, NULL, out);
+        if (status == RAPT_OK) rapt_advance_dropout(context, options, &p);
+        return status;
     }
-    if (p.heads % p.kv_heads != 0) {
-        return rapt_fail(context, RAPT_ERROR_SHAPE, "%s has %lld heads, which does not divide the %lld heads of query",
-                         has_keys ? "key" : "the cache", (ll)p.kv_heads, (ll)p.heads);
-    }
-    if (cache == NULL) return attend(context, &p, query, key, value, options, NULL, out);
 
+    bool has_keys = key != NULL;
     if (has_keys && p.keys != p.queries) {
         return rapt_fail(context, RAPT_ERROR_SHAPE,
                          "key has S %lld, expected L %lld: with a cache, key and value are those of the queries",

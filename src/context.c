@@ -183,6 +183,15 @@ rapt_backend rapt_context_backend(const rapt_context *context) {
     return context == NULL ? RAPT_BACKEND_CPU : context->backend_id;
 }
 
+rapt_status rapt_context_set_seed(rapt_context *context, uint64_t seed) {
+    rapt_call call;
+    rapt_status status = rapt_enter(context, &call);
+    if (status != RAPT_OK) return status;
+    context->dropout_seed = seed;
+    context->dropout_offset = 0;
+    return rapt_leave(context, &call, RAPT_OK);
+}
+
 /* ---- the gate ---- */
 
 rapt_status rapt_enter(rapt_context *context, rapt_call *call) {

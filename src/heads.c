@@ -1,4 +1,4 @@
-/* heads.c - split, merge and repeat heads: views where strides allow it, copies where not */
+/* heads.c - split, merge and repeat heads: views where strides allow it, copies where not; and repeat's gradient */
 #include "internal.h"
 
 /* Both layouts of heads, [N,H,L,D] and [H,L,D], end in the same three dimensions; this is where they start. */
@@ -170,4 +170,97 @@ rapt_status rapt_repeat_kv_heads(rapt_context *context, const rapt_tensor *heads
     rapt_status status = rapt_enter(context, &call);
     if (status != RAPT_OK) return status;
     return rapt_leave(context, &call, repeat(context, heads, times, buffer, repeated));
+}
+
+/* ---- the gradient of repeat ---- */
+
+static rapt_status check_repeated(rapt_context *context, const rapt_tensor *d_repeated, int64_t times,
+                                  const rapt_tensor *d_heads) {
+    char given[RAPT_SHAPE_TEXT], other[RAPT_SHAPE_TEXT];
+    rapt_status status = rapt_check_tensor(context, "d_repeated", d_repeated);
+    if (status == RAPT_OK) status = rapt_check_output(context, "d_heads", d_heads);
+    if (status != RAPT_OK) return status;
+    if (!rapt_is_float(d_repeated->dtype)) {
+        return rapt_fail(context, RAPT_ERROR_DTYPE, "d_repeated is %s, expected f32, f64, bf16 or f16",
+                         rapt_dtype_name(d_repeated->dtype));
+    }
+    if (d_heads->dtype != d_repeated->dtype) {
+        return rapt_fail(context, RAPT_ERROR_DTYPE, "d_heads is %s, expected %s as d_repeated",
+                         rapt_dtype_name(d_heads->dtype), rapt_dtype_name(d_repeated->dtype));
+    }
+    if (times < 1)
+        return rapt_fail(context, RAPT_ERROR_ARGUMENT, "times is %lld, expected at least 1", (long long)times);
+    int32_t rank = d_repeated->ndim, first = rank - 3;
+    if (rank != 3 && rank != 4) {
+        return rapt_fail(context, RAPT_ERROR_SHAPE,
+                         "d_repeated has shape %s, expected [N,Hk*times,S,D] or [Hk*times,S,D]",
+                         rapt_shape_text(d_repeated, given));
+    }
+    if (d_repeated->shape[first] % times != 0) {
+        return rapt_fail(context, RAPT_ERROR_SHAPE,
+                         "d_repeated has shape %s with %lld heads, expected a multiple of times %lld",
+                         rapt_shape_text(d_repeated, given), (long long)d_repeated->shape[first], (long long)times);
+    }
+    rapt_tensor wanted = *d_repeated;
+    wanted.shape[first] /= times;
+    bool fits = d_heads->ndim == rank;
+    for (int32_t d = 0; fits && d < rank; d++) fits = d_heads->shape[d] == wanted.shape[d];
+    if (!fits) {
+        return rapt_fail(context, RAPT_ERROR_SHAPE, "d_heads has shape %s, expected %s",
+                         rapt_shape_text(d_heads, given), rapt_shape_text(&wanted, other));
+    }
+    return rapt_check_apart(context, "d_heads", d_heads, "d_repeated", d_repeated);
+}
+
+/* [N,Hk,S,D], or [1,Hk,S,D] of a tensor without N. */
+static rapt_tensor with_batch(const rapt_tensor *tensor) {
+    rapt_tensor result = rapt_normalised(tensor);
+    if (tensor->ndim == 4) return result;
+    result.ndim = 4;
+    for (int32_t d = 3; d > 0; d--) {
+        result.shape[d] = result.shape[d - 1];
+        result.stride[d] = result.stride[d - 1];
+    }
+    result.shape[0] = 1;
+    result.stride[0] = 0;
+    return result;
+}
+
+/* The copies of one element, `stride` apart, added in order and rounded each time as the dtype sums. */
+static double sum_copies(const rapt_tensor *tensor, int64_t at, int64_t stride, int64_t times) {
+    double sum = 0;
+    for (int64_t t = 0; t < times; t++) {
+        sum += rapt_load(tensor->data, tensor->dtype, at + t * stride);
+        if (tensor->dtype != RAPT_F64)
+            sum = (double)(float)sum; /* a sum of two floats, so this is f32's own rounding */
+    }
+    return sum;
+}
+
+static rapt_status repeat_backward(rapt_context *context, const rapt_tensor *d_repeated, int64_t times, bool accumulate,
+                                   const rapt_tensor *d_heads) {
+    rapt_status status = check_repeated(context, d_repeated, times, d_heads);
+    if (status != RAPT_OK || rapt_tensor_count(d_heads) == 0) return status;
+    const rapt_tensor from = with_batch(d_repeated), to = with_batch(d_heads);
+    const int64_t *a = from.stride, *b = to.stride;
+    for (int64_t n = 0; n < to.shape[0]; n++) {
+        for (int64_t h = 0; h < to.shape[1]; h++) {
+            for (int64_t j = 0; j < to.shape[2]; j++) {
+                for (int64_t d = 0; d < to.shape[3]; d++) {
+                    int64_t at = n * b[0] + h * b[1] + j * b[2] + d * b[3];
+                    double sum = sum_copies(&from, n * a[0] + h * times * a[1] + j * a[2] + d * a[3], a[1], times);
+                    rapt_store(to.data, to.dtype, at, (accumulate ? rapt_load(to.data, to.dtype, at) : 0) + sum);
+                }
+            }
+        }
+    }
+    return RAPT_OK;
+}
+
+rapt_status rapt_repeat_kv_heads_backward(rapt_context *context, const rapt_tensor *d_repeated, int64_t times,
+                                          bool accumulate, const rapt_tensor *d_heads) {
+    rapt_call call;
+    rapt_status status = rapt_enter(context, &call);
+    if (status != RAPT_OK) return status;
+    return rapt_leave(context, &call, repeat_backward(context, d_repeated, times, accumulate, d_heads));
 }

@@ -252,6 +252,30 @@ extern const rapt_backend_table rapt_backend_cpu, rapt_backend_reference;
 rapt_status rapt_attn_options(rapt_context *context, const rapt_options *options, bool batched, attn_problem *problem);
 rapt_status rapt_check_aligned(rapt_context *context, const char *name, const int64_t *array); /* NULL is fine */
 rapt_status rapt_check_dropout(rapt_context *context, const char *name, double dropout);
+/* Sets what the problem draws with: the options' seed and offset if they give them, else the context's. Once a call has
+ * succeeded, the other one moves the context's offset on. */
+rapt_status rapt_take_dropout(rapt_context *context, const rapt_options *options, double dropout,
+                              attn_problem *problem);
+void rapt_advance_dropout(rapt_context *context, const rapt_options *options, const attn_problem *problem);
+
+/* What the operator's forward and backward share: its tensors into an empty problem (key and value are both NULL where a
+ * cache holds all there is), and the options that are for layers alone. */
+rapt_status rapt_attn_tensors(rapt_context *context, const rapt_tensor *query, const rapt_tensor *key,
+                              const rapt_tensor *value, const rapt_cache *cache, const rapt_tensor *out,
+                              attn_problem *problem);
+rapt_status rapt_check_operator_options(rapt_context *context, const rapt_options *options);
+
+/* Where a mask of a shape that is taken lies in [N,H,L,S], with its sizes N or 1, H or 1, L or 1; false for any other. */
+bool rapt_fit_attn_mask(const rapt_tensor *mask, const attn_problem *problem, int64_t stride[4], int64_t size[3]);
+
+/* A checked tensor as a view, if it has that dtype and shape; the first size is dropped when there is no batch. Data of an
+ * empty one is NULL. The other two: weights or their gradient, [N,L,S'] or [N,H,L,S'] as average_weights says; and the
+ * problem's log-sum-exp. */
+rapt_status rapt_take_view(rapt_context *context, const char *name, const rapt_tensor *tensor, rapt_dtype dtype,
+                           bool batched, int32_t rank, const int64_t *shape, rapt_view *view);
+rapt_status rapt_take_weights(rapt_context *context, const char *name, const rapt_tensor *tensor, bool batched,
+                              const attn_problem *problem, rapt_view *view);
+rapt_status rapt_take_lse(rapt_context *context, const rapt_tensor *tensor, bool batched, attn_problem *problem);
 
 typedef struct rapt_named_tensor {
     const char *name;
@@ -260,6 +284,19 @@ typedef struct rapt_named_tensor {
 /* Refuses results (out, and what the options return) that share memory with each other or with anything that is read. */
 rapt_status rapt_check_results_apart(rapt_context *context, const rapt_options *options, int64_t batch,
                                      const rapt_tensor *out, const rapt_named_tensor *inputs, int count);
+/* The same for results of any name; what the options return is then none of them. */
+rapt_status rapt_check_all_apart(rapt_context *context, const rapt_options *options, int64_t batch,
+                                 const rapt_named_tensor *results, int result_count, const rapt_named_tensor *inputs,
+                                 int count);
+
+/* ---- the operator's gradients: attn_backward.c ---- */
+
+/* The gradient of attn_mask or key_padding_mask, in the mask's shape; NULL: not wanted. Refuses that of a bool or absent
+ * mask. */
+rapt_status rapt_take_mask_gradient(rapt_context *context, bool is_padding, const rapt_tensor *tensor,
+                                    const rapt_tensor *mask, const attn_problem *problem, mask_gradient *gradient);
+/* Whether the backend has a backward at all. */
+rapt_status rapt_check_backward(rapt_context *context);
 
 /* ---- packed weights: cpu/linear_cpu.c ----
  * The same layout on every ISA: panels of 64 outputs, each [K][64] followed by its [64] biases (the last panel as wide

@@ -149,7 +149,7 @@ static void turn_heads(const turn_job *job, const rotary_heads *heads, int64_t n
         double angle = position * job->speeds[p];
         rapt_sincos_2pi(angle - floor(angle), &turns[2 * p + 1], &turns[2 * p]);
         turns[2 * p] *= job->amplitude;
-        turns[2 * p + 1] *= job->amplitude;
+        turns[2 * p + 1] *= rows->backward ? -job->amplitude : job->amplitude;
     }
     size_t head_bytes = (size_t)rows->dim * rapt_dtype_size(rows->dtype);
     char *head = heads->data + (size_t)((n * heads->length + i) * heads->heads) * head_bytes;
@@ -184,10 +184,10 @@ void rapt_rotate_rows(rapt_context *context, const rapt_rotary *rotary, const ro
     rapt_parallel(context, items, (double)items * work, turn_row, &job);
 }
 
-/* ---- on their own: [N, H, L, D] ---- */
+/* ---- on their own: [N, L, H, D] ---- */
 
 static rapt_status rotate(rapt_context *context, const rapt_rotary *rotary, const int64_t *first,
-                          const rapt_tensor *tensor) {
+                          const rapt_tensor *tensor, bool backward) {
     if (rotary == NULL) return rapt_fail(context, RAPT_ERROR_NULL, "rotary is NULL");
     rapt_status status = rapt_check_output(context, "tensor", tensor);
     if (status == RAPT_OK) status = rapt_check_rank(context, "tensor", tensor, 4, "[N,L,H,D]");
@@ -209,6 +209,7 @@ static rapt_status rotate(rapt_context *context, const rapt_rotary *rotary, cons
     if (!rapt_arena_reserve(&context->arena, &context->allocator, bytes)) return rapt_fail_memory(context, bytes);
     rotary_rows rows = {
         .dtype = tensor->dtype,
+        .backward = backward,
         .dim = tensor->shape[3],
         .batch = tensor->shape[0],
         .positions = rotary->positions,
@@ -222,5 +223,13 @@ rapt_status rapt_rotate(rapt_context *context, const rapt_rotary *rotary, const 
     rapt_call gate;
     rapt_status status = rapt_enter(context, &gate);
     if (status != RAPT_OK) return status;
-    return rapt_leave(context, &gate, rotate(context, rotary, first, tensor));
+    return rapt_leave(context, &gate, rotate(context, rotary, first, tensor, false));
+}
+
+rapt_status rapt_rotate_backward(rapt_context *context, const rapt_rotary *rotary, const int64_t *first,
+                                 const rapt_tensor *tensor) {
+    rapt_call gate;
+    rapt_status status = rapt_enter(context, &gate);
+    if (status != RAPT_OK) return status;
+    return rapt_leave(context, &gate, rotate(context, rotary, first, tensor, true));
 }

@@ -14,6 +14,7 @@ typedef struct rotary_heads {
 
 typedef struct rotary_rows {
     rapt_dtype dtype;
+    bool backward; /* turns the other way, as gradients do; the amplitude stays */
     int64_t batch, dim;
     const int64_t *positions; /* [N, length] where all have that length, or NULL: counted */
     const int64_t *padding;   /* [N] rows at the beginning that do not count, or NULL: none */

@@ -377,7 +377,14 @@ static void test_options(void **state) {
     OPERATOR(ERROR_ARGUMENT, "options.dropout is -0.1, expected a number in [0, 1]", s.options.dropout = -0.1);
     OPERATOR(ERROR_ARGUMENT, "options.dropout is 1.5, expected a number in [0, 1]", s.options.dropout = 1.5);
     OPERATOR(ERROR_ARGUMENT, "options.dropout is nan", s.options.dropout = NAN);
-    OPERATOR(ERROR_UNSUPPORTED, "options.dropout is 0.5: dropout is not drawn in Rapt 0.1.0", s.options.dropout = 0.5);
+    OPERATOR(OK, "", s.options.dropout = 0.5);
+    OPERATOR(OK, "", s.options.dropout = 1, s.options.set_dropout_seed = true);
+    OPERATOR(ERROR_ARGUMENT, "options.dropout_seed is 18446744073709551615, but set_dropout_seed is false",
+             s.options.dropout = 0.5, s.options.dropout_seed = UINT64_MAX);
+    OPERATOR(ERROR_ARGUMENT, "options.dropout_offset is 3, but set_dropout_seed is false",
+             s.options.dropout_offset = 3);
+    LAYER(ERROR_ARGUMENT, "options.dropout_seed is 1, but set_dropout_seed is false", s.options.dropout_seed = 1);
+    OPERATOR(ERROR_ARGUMENT, "options.state is for layers", s.options.state = (rapt_mha_state *)(void *)s.memory);
     LAYER(ERROR_ARGUMENT, "options.dropout is 0.5, but a layer's dropout is in its config", s.options.dropout = 0.5);
     LAYER(ERROR_ARGUMENT, "options.dropout is nan", s.options.dropout = NAN);
     FUNCTIONAL(ERROR_UNSUPPORTED, "dropout 0.25 is not drawn in Rapt 0.1.0", s.ready.weights.dropout = 0.25);
