@@ -118,19 +118,50 @@ static void random_values(test_random *random, attention_case *c) {
     if (c->n > 0 && random_chance(random, 0.2)) plant_non_finite(random, c);
 }
 
+static void random_tensors(test_random *random, attention_case *c) {
+    int64_t q_shape[4] = {c->n, c->heads, c->l, c->d}, k_shape[4] = {c->n, c->kv_heads, c->s, c->d};
+    int64_t v_shape[4] = {c->n, c->kv_heads, c->s, c->dv};
+    c->q = random_tensor(random, c->dtype, 4, q_shape);
+    c->k = random_tensor(random, c->dtype, 4, k_shape);
+    c->v = random_tensor(random, c->dtype, 4, v_shape);
+    random_masks(random, c);
+    random_band(random, c);
+}
+
 attention_case make_attention_case(test_random *random, rapt_dtype dtype, int64_t work) {
     attention_case c = {.dtype = dtype};
     random_sizes(random, &c, work);
-    int64_t q_shape[4] = {c.n, c.heads, c.l, c.d}, k_shape[4] = {c.n, c.kv_heads, c.s, c.d};
-    int64_t v_shape[4] = {c.n, c.kv_heads, c.s, c.dv};
-    c.q = random_tensor(random, dtype, 4, q_shape);
-    c.k = random_tensor(random, dtype, 4, k_shape);
-    c.v = random_tensor(random, dtype, 4, v_shape);
-    random_masks(random, &c);
-    random_band(random, &c);
+    random_tensors(random, &c);
     random_values(random, &c);
     c.options.per_head_weights = random_chance(random, 0.5);
     return c;
+}
+
+attention_case make_tame_attention_case(test_random *random, rapt_dtype dtype, int64_t largest) {
+    attention_case c = {.dtype = dtype};
+    c.n = random_between(random, 1, 2);
+    c.kv_heads = random_between(random, 1, 2);
+    c.heads = c.kv_heads * random_between(random, 1, 2);
+    c.l = random_between(random, 1, largest);
+    c.s = random_between(random, random_chance(random, 0.02) ? 0 : 1, largest);
+    c.d = random_between(random, 1, 4);
+    c.dv = random_chance(random, 0.5) ? c.d : random_between(random, 1, 4);
+    random_tensors(random, &c);
+    fill_random(random, &c.q, 1);
+    fill_random(random, &c.k, 1);
+    fill_random(random, &c.v, 1);
+    c.options.per_head_weights = random_chance(random, 0.5);
+    return c;
+}
+
+rapt_options case_options(const attention_case *c) {
+    rapt_options options = c->options;
+    options.attn_mask = c->mask.data != NULL ? &c->mask : NULL;
+    options.key_padding_mask = c->padding.data != NULL ? &c->padding : NULL;
+    options.offsets = c->offsets;
+    options.key_start = c->key_start;
+    options.key_lengths = c->key_lengths;
+    return options;
 }
 
 void free_attention_case(attention_case *c) {
@@ -146,13 +177,13 @@ void describe_attention_case(const attention_case *c, char *text, size_t size) {
     snprintf(text, size,
              "%s N%lld H%lld Hk%lld L%lld S%lld D%lld Dv%lld mask %s rank %d, padding %s, causal %d left %d:%lld right "
              "%d:%lld "
-             "offset %lld bottom-right %d offsets %d start %d lengths %d scale %d:%g per head %d",
+             "offset %lld bottom-right %d offsets %d start %d lengths %d scale %d:%g per head %d dropout %g",
              rapt_dtype_name(c->dtype), (long long)c->n, (long long)c->heads, (long long)c->kv_heads, (long long)c->l,
              (long long)c->s, (long long)c->d, (long long)c->dv, c->mask.data ? rapt_dtype_name(c->mask.dtype) : "none",
              (int)c->mask.ndim, c->padding.data ? rapt_dtype_name(c->padding.dtype) : "none", o->causal, o->limit_left,
              (long long)o->left, o->limit_right, (long long)o->right, (long long)o->offset, o->align_bottom_right,
              c->offsets != NULL, c->key_start != NULL, c->key_lengths != NULL, o->set_scale, o->scale,
-             o->per_head_weights);
+             o->per_head_weights, o->dropout);
 }
 
 attention_result run_attention_case(rapt_context *context, const attention_case *c, bool with_weights) {
@@ -161,12 +192,7 @@ attention_result run_attention_case(rapt_context *context, const attention_case 
     rapt_dtype accumulation = c->dtype == RAPT_F64 ? RAPT_F64 : RAPT_F32;
     attention_result result = {.out = make_tensor(c->dtype, 4, out_shape),
                                .lse = make_tensor(accumulation, 3, lse_shape)};
-    rapt_options options = c->options;
-    options.attn_mask = c->mask.data != NULL ? &c->mask : NULL;
-    options.key_padding_mask = c->padding.data != NULL ? &c->padding : NULL;
-    options.offsets = c->offsets;
-    options.key_start = c->key_start;
-    options.key_lengths = c->key_lengths;
+    rapt_options options = case_options(c);
     options.lse = &result.lse;
     options.per_head_weights &= with_weights;
     if (with_weights) {

@@ -9,7 +9,7 @@ typedef struct attention_case {
     int64_t n, heads, kv_heads, l, s, d, dv;
     rapt_tensor q, k, v, mask, padding; /* absent ones are all zero */
     int64_t *offsets, *key_start, *key_lengths;
-    rapt_options options; /* points into this struct: use case_options */
+    rapt_options options; /* but for the pointers, which case_options sets */
 } attention_case;
 
 typedef struct attention_result {
@@ -18,6 +18,9 @@ typedef struct attention_result {
 
 /* At most `work` multiply-adds in the scores. */
 attention_case make_attention_case(test_random *random, rapt_dtype dtype, int64_t work);
+/* A tiny one of numbers of order 1, no L or S above `largest`. */
+attention_case make_tame_attention_case(test_random *random, rapt_dtype dtype, int64_t largest);
+rapt_options case_options(const attention_case *c); /* with pointers into the case; weights and lse are NULL */
 void free_attention_case(attention_case *c);
 void describe_attention_case(const attention_case *c, char *text, size_t size);
 
