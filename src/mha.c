@@ -110,6 +110,10 @@ static bool takes_short_way(const mha_call *call) {
            o->lse == NULL && o->static_k == NULL && o->cache == NULL && o->state == NULL && p->dropout == 0;
 }
 
+/* Backends are not asked for nothing. */
+static bool has_queries(const attn_problem *p) { return p->batch > 0 && p->queries > 0; }
+static bool has_rows(const linear_problem *linear) { return linear->batch > 0 && linear->length > 0; }
+
 /* ---- scratch memory ---- */
 
 size_t rapt_mha_rows_bytes(const attn_problem *p, int64_t length, int64_t features) {
@@ -128,10 +132,11 @@ static size_t packed_bytes(const mha_projection *projection) {
 /* What the backend needs for its largest step. */
 static size_t stage_bytes(const mha_call *call, bool attends) {
     const rapt_backend_table *backend = call->context->backend;
-    size_t most = attends ? backend->attn_scratch(call->context, &call->problem) : 0;
+    size_t most = attends && has_queries(&call->problem) ? backend->attn_scratch(call->context, &call->problem) : 0;
     mha_products products = plan_products(call, &(mha_scratch){0});
     for (int i = 0; i < products.count; i++) {
-        size_t bytes = backend->linear_scratch(call->context, &products.linear[i]);
+        const linear_problem *linear = &products.linear[i];
+        size_t bytes = has_rows(linear) ? backend->linear_scratch(call->context, linear) : 0;
         if (bytes > most) most = bytes;
     }
     return most;
@@ -256,7 +261,7 @@ static void attend(const mha_call *call, attn_problem *p, void *stage) {
         rapt_view k = p->k, v = p->v;
         p->k = p->v = (rapt_view){0}; /* the cache has them */
         rapt_cache_attend(call->context, call->options.cache, &call->append, &k, &v, p, stage);
-    } else if (p->batch > 0 && p->queries > 0) {
+    } else if (has_queries(p)) {
         call->context->backend->attn_forward(call->context, p, stage);
     }
 }
@@ -277,7 +282,7 @@ static void blank_padding(const mha_call *call) {
 }
 
 static void project(const mha_call *call, const linear_problem *linear, void *stage) {
-    if (linear->batch > 0 && linear->length > 0) call->context->backend->linear(call->context, linear, stage);
+    if (has_rows(linear)) call->context->backend->linear(call->context, linear, stage);
 }
 
 static rapt_status compute(mha_call *call) {
@@ -308,8 +313,7 @@ static rapt_status forward(mha_call *call, bool default_training) {
     rapt_mode mode = call->options.mode;
     rapt_status status =
         rapt_mha_check_call(call, mode == RAPT_MODE_DEFAULT ? default_training : mode == RAPT_MODE_TRAIN);
-    bool has_work = call->problem.batch > 0 && call->problem.queries > 0;
-    if (status == RAPT_OK && (has_work || call->options.state != NULL)) status = compute(call);
+    if (status == RAPT_OK && (has_queries(&call->problem) || call->options.state != NULL)) status = compute(call);
     if (status == RAPT_OK) rapt_advance_dropout(call->context, &call->options, &call->problem);
     if (call->holds_cache) rapt_cache_end(call->options.cache);
     return status;

@@ -10,6 +10,8 @@
  */
 #include "mha.h"
 
+#include <math.h>
+
 enum { QUERY, KEY, VALUE };
 
 /* Memory between the steps. */
@@ -17,6 +19,7 @@ typedef struct backward_scratch {
     char *d_attended;        /* [N, L, H*D] */
     char *d_heads[3];        /* dq, dk, dv: [N, L, H*D], [N, S, Hk*D], or columns of one buffer as the plan says */
     char *extra_k, *extra_v; /* [N, Hk, extra, D] of the accumulation type */
+    char *x;                 /* [N, L or S, features]: an input without what hidden rows hold */
     void *rotary;            /* of rapt_rotate_rows */
     int64_t *padding;        /* [N], for that */
     void *stage;             /* of the backend, for one step at a time */
@@ -30,6 +33,7 @@ typedef struct backward_plan {
     int64_t length[3];  /* rows of a sequence: L, S, S */
     bool attends;       /* anything beyond the output projection is wanted */
     bool adds_directly; /* the operator's backward adds to what the caller has */
+    bool hides;         /* rows may be hidden from everyone */
     attn_problem problem;
     attn_gradients attention;
     linear_gradients output;
@@ -120,6 +124,8 @@ static backward_plan start_plan(const mha_backward *b) {
     bool is_direct = g->k.data != NULL || g->v.data != NULL || g->mask.data != NULL || g->padding.data != NULL;
     plan.attends |= is_direct || b->parameters.bias_k.data != NULL || b->parameters.bias_v.data != NULL;
     plan.adds_directly = is_direct && b->accumulate;
+    plan.hides = p->mask.data != NULL || p->padding.data != NULL || p->key_start != NULL || p->key_lengths != NULL ||
+                 p->limit_left || p->limit_right;
     return plan;
 }
 
@@ -232,18 +238,35 @@ static void finish_plan(const mha_backward *b, const backward_scratch *scratch, 
     plan_parameters(b, scratch, plan);
 }
 
+/* Backends are not asked for nothing. */
+static bool has_keys(const attn_problem *p) { return p->keys + p->extra_keys > 0; }
+static bool has_rows(const linear_gradients *linear) { return linear->batch > 0 && linear->length > 0; }
+
 /* ---- scratch memory ---- */
 
 /* What the backend needs for its largest step. */
 static size_t stage_bytes(const mha_backward *b, const backward_plan *plan) {
     const rapt_backend_table *backend = b->context->backend;
     size_t most = backend->linear_backward_scratch(b->context, &plan->output);
-    if (plan->attends) {
+    if (plan->attends && has_keys(&plan->problem)) {
         size_t bytes = backend->attn_backward_scratch(b->context, &plan->problem, &plan->attention);
         if (bytes > most) most = bytes;
     }
     for (int i = 0; i < plan->count; i++) {
+        if (!has_rows(&plan->input[i])) continue;
         size_t bytes = backend->linear_backward_scratch(b->context, &plan->input[i]);
+        if (bytes > most) most = bytes;
+    }
+    return most;
+}
+
+/* The largest input whose parameters' gradients are wanted. */
+static size_t input_bytes(const mha_backward *b, const backward_plan *plan) {
+    size_t most = 0;
+    for (int i = 0; i < plan->count && plan->hides; i++) {
+        const linear_gradients *linear = &plan->input[i];
+        if (linear->dx.data != NULL) continue;
+        size_t bytes = rapt_mha_rows_bytes(&b->state->problem, linear->length, linear->features_in);
         if (bytes > most) most = bytes;
     }
     return most;
@@ -283,11 +306,12 @@ static rapt_status reserve(mha_backward *b, backward_plan *plan, backward_scratc
 
     /* A plan with any address tells the backend what there is to do. */
     char *anywhere = (char *)scratch;
-    *scratch = (backward_scratch){anywhere, {anywhere, anywhere, anywhere}, anywhere, anywhere, NULL, NULL, NULL};
+    *scratch = (backward_scratch){
+        .d_attended = anywhere, .d_heads = {anywhere, anywhere, anywhere}, .extra_k = anywhere, .extra_v = anywhere};
     finish_plan(b, scratch, plan);
-    size_t stage = stage_bytes(b, plan), total = 0;
+    size_t stage = stage_bytes(b, plan), x = input_bytes(b, plan), total = 0;
     const size_t sizes[] = {attended, heads[0], heads[1], heads[2], extra_k, extra_v,
-                            extra,    extra,    turns,    padding,  stage};
+                            extra,    extra,    turns,    padding,  stage,   x};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) total = rapt_size_add(total, rapt_arena_size(sizes[i]));
     rapt_arena *arena = &context->arena;
     if (!rapt_arena_reserve(arena, &context->allocator, total)) return rapt_fail_memory(context, total);
@@ -296,6 +320,7 @@ static rapt_status reserve(mha_backward *b, backward_plan *plan, backward_scratc
     take_heads(plan, arena, heads, rapt_dtype_size(p->dtype), scratch);
     scratch->extra_k = rapt_arena_take(arena, extra_k);
     scratch->extra_v = rapt_arena_take(arena, extra_v);
+    scratch->x = rapt_arena_take(arena, x);
     scratch->rotary = rapt_arena_take(arena, turns);
     scratch->padding = rapt_arena_take(arena, padding);
     scratch->stage = rapt_arena_take(arena, stage);
@@ -305,9 +330,8 @@ static rapt_status reserve(mha_backward *b, backward_plan *plan, backward_scratc
         rapt_mha_fill_extra(&b->state->config, &parts->bias_k, parts->extra_k);
         rapt_mha_fill_extra(&b->state->config, &parts->bias_v, parts->extra_v);
     }
-    bool has_keys = p->keys + p->extra_keys > 0;
     for (int i = 0; i < 3; i++) { /* what is added to, or what nobody writes */
-        if (plan->adds_directly || !has_keys) memset(scratch->d_heads[i], 0, heads[i]);
+        if (plan->adds_directly || !has_keys(p)) memset(scratch->d_heads[i], 0, heads[i]);
     }
     finish_plan(b, scratch, plan);
     return RAPT_OK;
@@ -353,8 +377,44 @@ static void sum_extra(const mha_backward *b, const char *sums, const rapt_tensor
     }
 }
 
+static double row_element(const rapt_view *rows, rapt_dtype dtype, int64_t n, int64_t l, int64_t feature) {
+    return rapt_load(rows->data, dtype, n * rows->stride[0] + l * rows->stride[1] + feature * rows->stride[2]);
+}
+
+/* Whether a row has no gradient, but something in it that would spoil the sum of a product with zero. */
+static bool spoils(const linear_gradients *g, int64_t n, int64_t l) {
+    for (int64_t f = 0; f < g->features_out; f++) {
+        if (row_element(&g->dy, g->dtype, n, l, f) != 0) return false;
+    }
+    for (int64_t f = 0; f < g->features_in; f++) {
+        if (!isfinite(row_element(&g->x, g->dtype, n, l, f))) return true;
+    }
+    return false;
+}
+
+/* NaN and infinity in rows that are hidden from everyone reach no gradient: where there are any, the sums read a copy of
+ * x that has zeros there. */
+static void leave_out_hidden(const linear_gradients *given, char *memory, linear_gradients *linear) {
+    int64_t batch = given->batch, length = given->length, row = given->features_in;
+    size_t row_bytes = (size_t)row * rapt_dtype_size(given->dtype);
+    bool is_copy = false;
+    *linear = *given;
+    for (int64_t at = 0; at < batch * length; at++) {
+        if (!spoils(given, at / length, at % length)) continue;
+        if (!is_copy) {
+            int64_t shape[3] = {batch, length, row};
+            rapt_tensor from = rapt_tensor_strided(given->x.data, given->dtype, 3, shape, given->x.stride);
+            rapt_tensor to = rapt_tensor_of(memory, given->dtype, 3, shape);
+            rapt_copy_elements(&from, &to);
+            linear->x = rapt_mha_rows_view(memory, length, row);
+            is_copy = true;
+        }
+        memset(memory + (size_t)at * row_bytes, 0, row_bytes);
+    }
+}
+
 static void run_linear(const mha_backward *b, const linear_gradients *linear, void *stage) {
-    if (linear->batch > 0 && linear->length > 0) {
+    if (has_rows(linear)) {
         b->context->backend->linear_backward(b->context, linear, stage);
     } else if (!linear->adds_parameters) { /* sums over no rows */
         set_to_zero(&linear->d_weight);
@@ -381,13 +441,17 @@ static rapt_status compute(mha_backward *b) {
     if (output->dx.data != NULL || output->d_weight.data != NULL || output->d_bias.data != NULL) {
         run_linear(b, output, scratch.stage);
     }
-    if (plan.attends && p->keys + p->extra_keys > 0) {
+    if (plan.attends && has_keys(p)) {
         b->context->backend->attn_backward(b->context, &plan.problem, &plan.attention, scratch.stage);
     }
     turn_back(b, &plan, &scratch);
     sum_extra(b, scratch.extra_k, &b->parameters.bias_k);
     sum_extra(b, scratch.extra_v, &b->parameters.bias_v);
-    for (int i = 0; i < plan.count; i++) run_linear(b, &plan.input[i], scratch.stage);
+    for (int i = 0; i < plan.count; i++) {
+        linear_gradients linear = plan.input[i];
+        if (plan.hides && linear.dx.data == NULL) leave_out_hidden(&plan.input[i], scratch.x, &linear);
+        run_linear(b, &linear, scratch.stage);
+    }
     return RAPT_OK;
 }
 

@@ -8,7 +8,8 @@
  * is part of it because a score is rounded relative to its size and exp() turns that into a relative error of a weight.
  * Masks are left out: the finite ones are small, but for -1e9, which takes its key out of the sum. A log-sum-exp may
  * differ by tolerance * max(1, largest score): it is as large as the scores. Gradients of the operator are differences of
- * products of d_out and value, times scale and key or query: they may differ relative to the largest of those.
+ * products of d_out and value, times scale and key or query: they may differ relative to the largest of those. Those of
+ * the layer are compared with the largest of all gradients of the case: some are zero but for rounding.
  */
 #include "backward_case.h"
 
@@ -211,7 +212,10 @@ typedef struct layer_case {
     rapt_options options; /* without causal and results */
     bool per_head, need_weights;
     rapt_tensor expected_out, expected_weights;
+    rapt_tensor d_out, d_weights; /* d_weights may be absent */
+    rapt_tensor expected_gradient[TENSORS];
     double score;
+    double largest_gradient;
 } layer_case;
 
 static int64_t batch_of(const layer_case *c) {
@@ -291,13 +295,26 @@ static void load_layer_case(const golden *g, rapt_dtype dtype, layer_case *c) {
     c->expected_weights = load_tensor(g, "weights", RAPT_F64);
     assert_non_null(c->expected_out.data);
     assert_true((c->expected_weights.data != NULL) == c->need_weights);
+    c->d_out = load_tensor(g, "grad_out", dtype);
+    c->d_weights = load_tensor(g, "grad_weights", dtype);
+    for (int t = 0; t < TENSORS; t++) {
+        char name[NAME_SIZE];
+        snprintf(name, sizeof name, "grad.%s", tensor_names[t]);
+        c->expected_gradient[t] = load_tensor(g, name, RAPT_F64);
+        bool is_float = c->tensor[t].data != NULL && c->tensor[t].dtype != RAPT_BOOL;
+        assert_true(is_float == (c->expected_gradient[t].data != NULL));
+        if (is_float) c->largest_gradient = fmax(c->largest_gradient, largest_magnitude(&c->expected_gradient[t]));
+    }
     c->score = layer_score(c);
 }
 
 static void free_layer_case(layer_case *c) {
-    for (int t = 0; t < TENSORS; t++) free_tensor(&c->tensor[t]);
-    free_tensor(&c->expected_out);
-    free_tensor(&c->expected_weights);
+    for (int t = 0; t < TENSORS; t++) {
+        free_tensor(&c->tensor[t]);
+        free_tensor(&c->expected_gradient[t]);
+    }
+    rapt_tensor *others[] = {&c->expected_out, &c->expected_weights, &c->d_out, &c->d_weights};
+    for (int i = 0; i < 4; i++) free_tensor(others[i]);
 }
 
 static rapt_mha_weights weights_of(const layer_case *c) {
@@ -340,24 +357,62 @@ static rapt_mha *make_and_write(rapt_context *context, const layer_case *c) {
 typedef enum way { WRITTEN, BORROWED, COPIED, FUNCTIONAL, WAYS } way;
 static const char *const way_names[WAYS] = {"written layer", "borrowed layer", "copied layer", "functional"};
 
-static void forward_layer_case(rapt_context *context, const layer_case *c, way by, rapt_tensor *out,
-                               rapt_tensor *weights) {
-    const rapt_tensor *query = &c->tensor[QUERY];
-    *out = make_tensor(c->config.dtype, query->ndim, query->shape);
-    fill_value(out, NAN);
+typedef struct layer_run {
+    rapt_tensor out, weights; /* weights may be absent */
+    rapt_tensor gradient[TENSORS];
+} layer_run;
+
+/* Gradients of all that has one: inputs that are one tensor share one, as they do in PyTorch. */
+static rapt_mha_gradients make_gradients(const layer_case *c, rapt_tensor gradient[TENSORS]) {
+    for (int t = 0; t < TENSORS; t++) {
+        const rapt_tensor *like = &c->expected_gradient[t];
+        gradient[t] = (rapt_tensor){0};
+        if (like->data == NULL) continue;
+        bool is_mask = t == ATTN_MASK || t == KEY_PADDING_MASK;
+        rapt_dtype wide = c->config.dtype == RAPT_F64 ? RAPT_F64 : RAPT_F32;
+        gradient[t] = make_tensor(is_mask ? wide : c->config.dtype, like->ndim, like->shape);
+        fill_value(&gradient[t], NAN);
+    }
+    rapt_mha_gradients g = {.query = &gradient[QUERY]};
+    g.key = c->key == &c->tensor[QUERY] ? &gradient[QUERY] : if_present(&gradient[KEY]);
+    g.value = c->value == c->key ? g.key : if_present(&gradient[VALUE]);
+    g.attn_mask = if_present(&gradient[ATTN_MASK]);
+    g.key_padding_mask = if_present(&gradient[KEY_PADDING_MASK]);
+    g.static_k = if_present(&gradient[STATIC_K]);
+    g.static_v = if_present(&gradient[STATIC_V]);
+    g.in_proj_weight = if_present(&gradient[IN_PROJ_WEIGHT]);
+    g.q_proj_weight = if_present(&gradient[Q_PROJ_WEIGHT]);
+    g.k_proj_weight = if_present(&gradient[K_PROJ_WEIGHT]);
+    g.v_proj_weight = if_present(&gradient[V_PROJ_WEIGHT]);
+    g.in_proj_bias = if_present(&gradient[IN_PROJ_BIAS]);
+    g.bias_k = if_present(&gradient[BIAS_K]);
+    g.bias_v = if_present(&gradient[BIAS_V]);
+    g.out_proj_weight = if_present(&gradient[OUT_PROJ_WEIGHT]);
+    g.out_proj_bias = if_present(&gradient[OUT_PROJ_BIAS]);
+    return g;
+}
+
+static layer_run run_layer_case(rapt_context *context, const layer_case *c, way by) {
+    const rapt_tensor *query = &c->tensor[QUERY], *d_weights = if_present(&c->d_weights);
+    layer_run r = {.out = make_tensor(c->config.dtype, query->ndim, query->shape)};
+    fill_value(&r.out, NAN);
     rapt_options options = c->options;
     options.causal = c->causal && by != WRITTEN;
-    *weights = (rapt_tensor){0};
     if (c->need_weights) {
-        *weights = make_tensor(c->config.dtype, c->expected_weights.ndim, c->expected_weights.shape);
-        fill_value(weights, NAN);
-        options.weights = weights;
+        r.weights = make_tensor(c->config.dtype, c->expected_weights.ndim, c->expected_weights.shape);
+        fill_value(&r.weights, NAN);
+        options.weights = &r.weights;
         options.per_head_weights = c->per_head;
     }
     rapt_mha_weights ready = weights_of(c);
+    rapt_mha_gradients gradients = make_gradients(c, r.gradient);
+    assert_ok(context, rapt_mha_state_create(context, &options.state));
     if (by == FUNCTIONAL) {
-        assert_ok(context, rapt_mha_functional(context, &ready, query, c->key, c->value, &options, out));
-        return;
+        assert_ok(context, rapt_mha_functional(context, &ready, query, c->key, c->value, &options, &r.out));
+        assert_ok(context,
+                  rapt_mha_functional_backward(context, &ready, options.state, &c->d_out, d_weights, &gradients));
+        rapt_mha_state_destroy(options.state);
+        return r;
     }
     rapt_mha *layer;
     if (by == WRITTEN) {
@@ -369,32 +424,44 @@ static void forward_layer_case(rapt_context *context, const layer_case *c, way b
     const rapt_mha_config *settings = rapt_mha_settings(layer);
     assert_int_equal(settings->num_kv_heads, c->config.num_kv_heads);
     assert_int_equal(settings->head_dim, c->config.head_dim);
-    assert_ok(context, rapt_mha_forward(context, layer, query, c->key, c->value, &options, out));
+    assert_ok(context, rapt_mha_forward(context, layer, query, c->key, c->value, &options, &r.out));
+    assert_ok(context, rapt_mha_backward(context, layer, options.state, &c->d_out, d_weights, &gradients));
+    rapt_mha_state_destroy(options.state);
     rapt_mha_destroy(layer);
+    return r;
+}
+
+static void free_layer_run(layer_run *r) {
+    free_tensor(&r->out);
+    free_tensor(&r->weights);
+    for (int t = 0; t < TENSORS; t++) free_tensor(&r->gradient[t]);
+}
+
+static void assert_same(const golden *g, const char *what, const rapt_tensor *a, const rapt_tensor *b, int by,
+                        int first) {
+    if (!same_bits(a, b)) fail_msg("%s: %s of %s and %s differ", g->name, what, way_names[by], way_names[first]);
 }
 
 static void check_layer_case(run *r, const golden *g) {
     layer_case c;
     load_layer_case(g, r->dtype, &c);
-    rapt_tensor out[WAYS], weights[WAYS];
-    double out_unit = largest_magnitude(&c.expected_out) * c.score;
+    layer_run runs[WAYS];
     int first = c.static_kv ? FUNCTIONAL : WRITTEN; /* a layer takes no ready keys */
     for (int by = first; by < WAYS; by++) {
-        forward_layer_case(r->context, &c, (way)by, &out[by], &weights[by]);
-        compare(r, g, way_names[by], &out[by], &c.expected_out, out_unit);
-        if (!same_bits(&out[by], &out[first])) {
-            fail_msg("%s: out of %s and %s differ", g->name, way_names[by], way_names[first]);
+        const layer_run *x = &runs[by], *y = &runs[first];
+        runs[by] = run_layer_case(r->context, &c, (way)by);
+        compare(r, g, way_names[by], &x->out, &c.expected_out, largest_magnitude(&c.expected_out) * c.score);
+        assert_same(g, "out", &x->out, &y->out, by, first);
+        for (int t = 0; t < TENSORS; t++) {
+            if (x->gradient[t].data == NULL) continue;
+            compare(r, g, tensor_names[t], &x->gradient[t], &c.expected_gradient[t], c.largest_gradient * c.score);
+            assert_same(g, tensor_names[t], &x->gradient[t], &y->gradient[t], by, first);
         }
         if (!c.need_weights) continue;
-        compare(r, g, "weights", &weights[by], &c.expected_weights, largest_magnitude(&c.expected_weights) * c.score);
-        if (!same_bits(&weights[by], &weights[first])) {
-            fail_msg("%s: weights of %s and %s differ", g->name, way_names[by], way_names[first]);
-        }
+        compare(r, g, "weights", &x->weights, &c.expected_weights, largest_magnitude(&c.expected_weights) * c.score);
+        assert_same(g, "weights", &x->weights, &y->weights, by, first);
     }
-    for (int by = first; by < WAYS; by++) {
-        free_tensor(&out[by]);
-        free_tensor(&weights[by]);
-    }
+    for (int by = first; by < WAYS; by++) free_layer_run(&runs[by]);
     free_layer_case(&c);
     r->cases++;
 }
