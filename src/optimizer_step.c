@@ -104,8 +104,10 @@ typedef struct adamw_step {
     double scaled_epsilon; /* epsilon * sqrt(c2) */
 } adamw_step;
 
-EVERY_DTYPE void adamw_run(rapt_dtype dtype, const adamw_step *given, const optimizer_entry *entry, int64_t first,
-                           int64_t end) {
+/* can_be_zero: there is no epsilon. Then what has no gradient stays where it is instead of becoming 0 / 0. It is a constant
+ * in each copy, too, as the condition would keep the loop from being vectorised. */
+EVERY_DTYPE void adamw_run(rapt_dtype dtype, bool can_be_zero, const adamw_step *given, const optimizer_entry *entry,
+                           int64_t first, int64_t end) {
     const adamw_step s = *given;
     rapt_dtype wide = rapt_accumulation_dtype(dtype);
     void *restrict parameter = entry->parameter.data;
@@ -116,10 +118,8 @@ EVERY_DTYPE void adamw_run(rapt_dtype dtype, const adamw_step *given, const opti
         double m = rapt_element_load(average, wide, i), v = rapt_element_load(square, wide, i);
         m += s.fresh1 * (g - m);
         v = s.beta2 * v + s.fresh2 * g * g;
-        /* Without an epsilon, what never had a gradient stays where it is instead of becoming 0 / 0. The division is not
-         * conditional, as that would keep the loop from being vectorised. */
         double divisor = sqrt(v) + s.scaled_epsilon, change = s.scaled_rate * m / divisor;
-        if (divisor == 0) change = 0;
+        if (can_be_zero && divisor == 0) change = 0;
         rapt_element_store(average, wide, i, m);
         rapt_element_store(square, wide, i, v);
         rapt_element_store(parameter, dtype, i, s.keep * p - change);
@@ -128,7 +128,11 @@ EVERY_DTYPE void adamw_run(rapt_dtype dtype, const adamw_step *given, const opti
 
 static void adamw_chunk(const void *arg, const optimizer_entry *entry, int64_t first, int64_t end, int64_t chunk) {
     (void)chunk;
-    FOR_DTYPE(entry->parameter.dtype, adamw_run, arg, entry, first, end)
+    if (((const adamw_step *)arg)->scaled_epsilon == 0) {
+        FOR_DTYPE(entry->parameter.dtype, adamw_run, true, arg, entry, first, end)
+    } else {
+        FOR_DTYPE(entry->parameter.dtype, adamw_run, false, arg, entry, first, end)
+    }
 }
 
 /* By squaring: the same products in the same order everywhere, and on a run that was continued from a file. */

@@ -281,6 +281,44 @@ static void test_threads(void **state) {
     context = shared;
 }
 
+/* One large parameter and the same in small pieces: one result. */
+static void test_pieces(void **state) {
+    (void)state;
+    enum { PIECES = 23, PIECE = 1001 }; /* no multiple of what the work is cut into */
+    rapt_tensor p = random_tensor(1, RAPT_F32, 1, &(int64_t){PIECES * PIECE}), q = convert_tensor(&p, RAPT_F32);
+    rapt_tensor g = random_tensor(2, RAPT_F32, 1, p.shape), h = convert_tensor(&g, RAPT_F32);
+    for (int kind = 0; kind < 2; kind++) {
+        rapt_optimizer_config config = rapt_optimizer_config_default(kind == 0 ? RAPT_SGD : RAPT_ADAMW);
+        config.momentum = kind == 0 ? 0.9 : 0;
+        rapt_optimizer *whole = make_optimizer(&config), *cut = make_optimizer(&config);
+        add(whole, "p", &p, &g);
+        for (int64_t i = 0; i < PIECES; i++) {
+            char name[8];
+            snprintf(name, sizeof name, "%d", (int)i);
+            rapt_tensor piece = slice(&q, 0, i * PIECE, PIECE), gradient = slice(&h, 0, i * PIECE, PIECE);
+            add(cut, name, &piece, &gradient);
+        }
+        double norm[2];
+        for (int t = 0; t < 3; t++) {
+            assert_ok(context, rapt_optimizer_clip(context, whole, INFINITY, &norm[0]));
+            assert_ok(context, rapt_optimizer_clip(context, cut, INFINITY, &norm[1]));
+            assert_true(fabs(norm[0] - norm[1]) <= 1e-14 * norm[0]); /* summed in another order */
+            step(whole);
+            step(cut);
+            assert_true(same_bits(&p, &q));
+        }
+        assert_ok(context, rapt_optimizer_clip(context, whole, 0.5, NULL));
+        assert_ok(context, rapt_optimizer_clip(context, whole, INFINITY, &norm[0]));
+        assert_true(fabs(norm[0] - 0.5) < 1e-6);
+        assert_ok(context, rapt_optimizer_zero_gradients(context, whole));
+        assert_true(largest_magnitude(&g) == 0);
+        assert_ok(context, rapt_tensor_copy(context, &h, &g));
+        rapt_optimizer_destroy(whole);
+        rapt_optimizer_destroy(cut);
+    }
+    free_tensors(&p, &q, &g, &h);
+}
+
 /* ---- clipping ---- */
 
 static void test_clip(void **state) {
@@ -317,7 +355,7 @@ int main(void) {
     skip_without_forced_isa();
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_golden),  cmocka_unit_test(test_16_bits), cmocka_unit_test(test_no_gradient),
-        cmocka_unit_test(test_threads), cmocka_unit_test(test_clip),
+        cmocka_unit_test(test_threads), cmocka_unit_test(test_pieces),  cmocka_unit_test(test_clip),
     };
     return cmocka_run_group_tests(tests, make_folder, remove_folder);
 }

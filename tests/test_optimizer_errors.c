@@ -184,7 +184,7 @@ static void test_add_layer(void **state) {
     rapt_mha_gradients *gradients;
     assert_ok(context, rapt_mha_gradients_create(context, other, &gradients));
     rapt_tensor x = make_tensor(RAPT_F32, 1, &(int64_t){72}), wide = make_tensor(RAPT_F64, 2, (int64_t[]){24, 24});
-    rapt_tensor apart_weight = make_tensor(RAPT_F32, 2, (int64_t[]){48, 24});
+    rapt_tensor apart_weight = make_tensor(RAPT_F32, 2, (int64_t[]){48, 24}), nothing;
     uint64_t before = sum_scene(&s);
     REFUSED(ERROR_NULL, "optimizer is NULL", rapt_optimizer_add_layer(context, NULL, "n.", other, gradients));
     LAYER(ERROR_NULL, "layer is NULL", layer = NULL);
@@ -213,7 +213,7 @@ static void test_add_layer(void **state) {
           (g.in_proj_weight = NULL, g.q_proj_weight = &apart_weight));
     LAYER(ERROR_LAYOUT, "shares memory with m.out_proj.weight", g.out_proj_weight = s.gradients->out_proj_weight);
     LAYER(ERROR_NULL, "gradients.in_proj_weight with shape [72, 24] has NULL data",
-          (wide = *gradients->in_proj_weight, wide.data = NULL, g.in_proj_weight = &wide));
+          (nothing = *gradients->in_proj_weight, nothing.data = NULL, g.in_proj_weight = &nothing));
 
     /* A name below the prefix that the caller has given away. */
     rapt_tensor y = make_tensor(RAPT_F32, 1, &(int64_t){72});
@@ -224,13 +224,15 @@ static void test_add_layer(void **state) {
     assert_ok(context, rapt_optimizer_step(context, s.optimizer));
     before = sum_scene(&s);
     LAYER(ERROR_STATE, "has taken 1 steps", layer = apart);
-    REFUSED(ERROR_NULL, "layer is NULL", rapt_mha_gradients_create(context, NULL, &gradients));
-    assert_null(gradients);
+    rapt_mha_gradients *none = gradients;
+    REFUSED(ERROR_NULL, "layer is NULL", rapt_mha_gradients_create(context, NULL, &none));
+    assert_null(none);
     REFUSED(ERROR_NULL, "gradients is NULL", rapt_mha_gradients_create(context, other, NULL));
     free_scene(&s);
+    rapt_mha_gradients_destroy(gradients);
     rapt_mha_destroy(other);
     rapt_mha_destroy(apart);
-    free_tensors(&x, &y, &apart_weight);
+    free_tensors(&x, &y, &wide, &apart_weight);
 }
 #undef LAYER
 
