@@ -77,6 +77,19 @@ static void test_usage_mistakes(void **state) {
         {"run a --input x --heads ''", "--heads: '' is not a whole number"},
         {"run a --input x --heads 0", "--heads: 0 is not from 1 to"},
         {"run a --input x --heads 99999999999999999999", "--heads: 99999999999999999999 is not from 1 to"},
+        {"run a --input x --head-dim 0", "--head-dim: 0 is not from 1 to"},
+        {"run a --input x --head-dim 6.5", "--head-dim: '6.5' is not a whole number"},
+        {"run a --input x --scale much", "--scale: 'much' is not a number"},
+        {"run a --input x --scale nan", "--scale: 'nan' is not a number"},
+        {"check a --input x --expect y --scale -inf", "--scale: -inf is not from"},
+        {"convert a b --scale 1e999", "--scale: 1e999 is not from"},
+        {"run a --input x --window -1", "--window: -1 is not from 0 to"},
+        {"run a --input x --window wide", "--window: 'wide' is not a whole number"},
+        {"run a --input x --window 4,x", "--window: 'x' is not a whole number"},
+        {"run a --input x --window 4,5,6", "--window: '5,6' is not a whole number"},
+        {"run a --input x --window ,", "--window: ',' limits neither side"},
+        {"check a --input x --expect y --window ''", "--window: '' limits neither side"},
+        {"run a --input x --window 99999999999999999999", "--window: 99999999999999999999 is not from 0 to"},
         {"run a --input x --threads -1", "--threads: -1 is not from 1 to"},
         {"run a --input x --dtype f8", "--dtype: 'f8' is none of f32, f64, bf16, f16"},
         {"run a --input x --scheme tf", "--scheme: 'tf' is none of pytorch, lucid"},
@@ -180,7 +193,14 @@ static void test_convert(void **state) {
     succeeds("run half.safetensors --input x.npy --output y.safetensors");
     succeeds("check half.safetensors --input x.npy --expect y.npy --tolerance 0");
     succeeds("check half.safetensors --input x.npy --expect y.safetensors --tolerance 0");
-    fails(1, "run " SENTENCE " --input x.npy", "(--heads)");
+    fails(1, "run " SENTENCE " --input x.npy", "(--heads or --head-dim)");
+    succeeds("convert " SENTENCE " there.safetensors --head-dim 16 --scale 0.5");
+    succeeds("run there.safetensors --input x.npy --output y.npy"); /* knows its scale */
+    assert_has(out_text, "num_heads=4, batch_first, scale=0.5");
+    rapt_options half = {.set_scale = true, .scale = 0.5};
+    assert_output("y.npy", RAPT_F32, &half);
+    succeeds("run there.safetensors --scale 0.25 --input x.npy --output y.npy");
+    assert_output("y.npy", RAPT_F32, NULL);
     succeeds("convert " SENTENCE
              " there.safetensors --heads 4 --to-prefix model.0"); /* a dot that goes without saying */
     succeeds("run there.safetensors --prefix model.0 --input x.npy --output y.npy");

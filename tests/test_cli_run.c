@@ -92,6 +92,42 @@ static void test_seq_first(void **state) {
     free(memory_b);
 }
 
+/* Windows, scales and the size of a head, against what the library says. */
+static void test_bands_and_scales(void **state) {
+    (void)state;
+    static const struct {
+        const char *arguments;
+        rapt_options options;
+    } rows[] = {
+        {"--window 2", {.limit_left = true, .left = 2, .limit_right = true, .right = 2}},
+        {"--window 0", {.limit_left = true, .limit_right = true}},
+        {"--window=3,1", {.limit_left = true, .left = 3, .limit_right = true, .right = 1}},
+        {"--window 3,", {.limit_left = true, .left = 3}},
+        {"--window ,3", {.limit_right = true, .right = 3}},
+        {"--window ,0", {.causal = true}},
+        {"--window 4,-1", {.limit_left = true, .left = 4, .limit_right = true, .right = -1}},
+        {"--window 9223372036854775807", {0}},
+        {"--causal --window 2", {.causal = true, .limit_left = true, .left = 2}},
+        {"--scale 0.5", {.set_scale = true, .scale = 0.5}},
+        {"--scale 0", {.set_scale = true}},
+        {"--scale -1e-3 --causal", {.set_scale = true, .scale = -1e-3, .causal = true}},
+        {"--head-dim 16", {0}},
+    };
+    char line[512];
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        snprintf(line, sizeof line, RUN "%s --input x.npy --output y.npy", rows[i].arguments);
+        succeeds(line);
+        assert_output("y.npy", RAPT_F32, &rows[i].options);
+        snprintf(line, sizeof line, CHECK "%s --input x.npy --expect y.npy --tolerance 0", rows[i].arguments);
+        succeeds(line);
+    }
+    succeeds("run " SENTENCE " --head-dim 16 --input x.npy --output y.npy"); /* instead of the heads */
+    assert_output("y.npy", RAPT_F32, NULL);
+    fails(1, RUN "--head-dim 8 --input x.npy", "head_dim is 8, but the tensors' shapes give 16");
+    fails(1, "run " SENTENCE " --head-dim 7 --input x.npy", "head_dim 7 does not divide the 64 outputs of q");
+    assert_null(strstr(err_text, "--heads"));
+}
+
 static void test_masks(void **state) {
     (void)state;
     bool hidden[LENGTH * LENGTH];
@@ -313,9 +349,16 @@ static void test_write_errors(void **state) {
 int main(void) {
     skip_without_forced_isa();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_run),          cmocka_unit_test(test_npy_inputs),       cmocka_unit_test(test_seq_first),
-        cmocka_unit_test(test_masks),        cmocka_unit_test(test_cross_attention),  cmocka_unit_test(test_check),
-        cmocka_unit_test(test_bad_npy),      cmocka_unit_test(test_npy_header_sweep), cmocka_unit_test(test_bad_files),
+        cmocka_unit_test(test_run),
+        cmocka_unit_test(test_npy_inputs),
+        cmocka_unit_test(test_seq_first),
+        cmocka_unit_test(test_bands_and_scales),
+        cmocka_unit_test(test_masks),
+        cmocka_unit_test(test_cross_attention),
+        cmocka_unit_test(test_check),
+        cmocka_unit_test(test_bad_npy),
+        cmocka_unit_test(test_npy_header_sweep),
+        cmocka_unit_test(test_bad_files),
         cmocka_unit_test(test_write_errors),
     };
     return cmocka_run_group_tests_name("command-line tool: run and check", tests, set_up_cli, tear_down_cli);

@@ -50,6 +50,7 @@ const char *nearest_word(const char *word, int count, const char *const *words);
 bool has_option(const arguments *a, const char *name);
 const char *text_option(const arguments *a, const char *name); /* NULL if not given */
 int64_t integer_option(const arguments *a, const char *name, int64_t low, int64_t high, int64_t otherwise);
+int64_t integer_value(const char *name, const char *text, int64_t low, int64_t high); /* part of an option's value */
 double real_option(const arguments *a, const char *name, double low, double high, double otherwise);
 /* The number of the word among `words`, which end with NULL; -1 if not given. */
 int choice_option(const arguments *a, const char *name, const char *const *words);

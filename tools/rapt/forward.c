@@ -15,6 +15,7 @@ const option input_options[] = {
     {"--value", "FILE", "another value"},
     {"--seq-first", NULL, "batches are [L,N,E], not [N,L,E]"},
     {"--causal", NULL, "a query sees no later key"},
+    {"--window", "W", "a query sees W keys before its own and W after it; LEFT,RIGHT sets them apart"},
     {"--mask", "FILE", "[L,S], [N*H,L,S] or [N,H,L,S]: bool, true hides; or numbers, added to the scores"},
     {"--padding", "FILE", "[N,S]: the same for keys"},
     {0},
@@ -72,10 +73,33 @@ static rapt_tensor new_weights(const rapt_mha *layer, const rapt_tensor *query, 
     return n == 3 ? new_array(c->dtype, 4, shape) : new_array(c->dtype, 3, shape + 1);
 }
 
+/* W, or LEFT,RIGHT, of which a side that is left out has no limit. */
+static void take_window(const arguments *a, rapt_options *options) {
+    const char *given = text_option(a, "--window");
+    if (given == NULL) return;
+    size_t length = strlen(given);
+    char *left = allocate(length + 1), *comma;
+    memcpy(left, given, length);
+    const char *right = left;
+    int64_t least = 0;
+    if ((comma = strchr(left, ',')) != NULL) {
+        *comma = '\0';
+        right = comma + 1;
+        least = INT64_MIN; /* a negative side leaves out the query's own key */
+    }
+    options->limit_left = *left != '\0';
+    options->limit_right = *right != '\0';
+    if (!options->limit_left && !options->limit_right) fail_usage("--window: '%s' limits neither side", given);
+    if (options->limit_left) options->left = integer_value("--window", left, least, INT64_MAX);
+    if (options->limit_right) options->right = integer_value("--window", right, least, INT64_MAX);
+}
+
 forward run_forward(const arguments *a, const char *path, bool with_weights) {
     const char *mask = text_option(a, "--mask"), *padding = text_option(a, "--padding");
     bool seq_first = has_option(a, "--seq-first");
     if (!has_option(a, "--input")) fail_usage("--input FILE expected");
+    rapt_options options = {.causal = has_option(a, "--causal"), .per_head_weights = with_weights};
+    take_window(a, &options);
     rapt_load_options load = rapt_load_options_default();
     load.batch_first = true;
     load.scheme = scheme_option(a, "--scheme");
@@ -86,7 +110,6 @@ forward run_forward(const arguments *a, const char *path, bool with_weights) {
     rapt_tensor query = batch_first_view(&f.query, seq_first), key = batch_first_view(&f.key, seq_first);
     rapt_tensor value = batch_first_view(&f.value, seq_first), output = batch_first_view(&f.output, seq_first);
     rapt_tensor mask_tensor, padding_tensor;
-    rapt_options options = {.causal = has_option(a, "--causal"), .per_head_weights = with_weights};
     if (mask != NULL) {
         mask_tensor = read_array(mask);
         options.attn_mask = &mask_tensor;

@@ -13,7 +13,7 @@ _rapt() {
     --isa) options="auto baseline avx2 avx512 neon" ;;
     --backend) options="cpu reference" ;;
     --color) options="auto always never" ;;
-    --prefix | --to-prefix | --heads | --kv-heads | --threads | --tolerance | --head | --sequence | --title | --filter | --seconds)
+    --prefix | --to-prefix | --heads | --kv-heads | --head-dim | --scale | --window | --threads | --tolerance | --head | --sequence | --title | --filter | --seconds)
         return
         ;;
     esac
@@ -21,8 +21,8 @@ _rapt() {
         mapfile -t COMPREPLY < <(compgen -W "$options" -- "$word")
         return
     fi
-    local layer="--prefix --heads --kv-heads --scheme --dtype"
-    local forward="$layer --input --key --value --seq-first --causal --mask --padding --threads --isa --backend"
+    local layer="--prefix --heads --kv-heads --head-dim --scale --scheme --dtype"
+    local forward="$layer --input --key --value --seq-first --causal --window --mask --padding --threads --isa --backend"
     case $command in
     run) options="$forward --output --weights" ;;
     check) options="$forward --expect --expect-weights --tolerance --json" ;;
