@@ -1,8 +1,10 @@
 /* cli_support.c - what the tests of the command-line tool share */
+#define _GNU_SOURCE /* posix_openpt */
 #include "cli_support.h"
 
 #include "npy.h"
 
+#include <fcntl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -84,6 +86,30 @@ int rapt(const char *arguments) {
     char line[3500];
     assert_true(snprintf(line, sizeof line, RAPT_TOOL " %s", arguments) < (int)sizeof line);
     return shell(line);
+}
+
+int on_terminal(const char *before, const char *arguments, const char *after) {
+    enum { MOST = 1 << 16 };
+    char line[3500];
+    int terminal = posix_openpt(O_RDWR | O_NOCTTY);
+    if (terminal < 0) skip(); /* a container may have none */
+    assert_true(grantpt(terminal) == 0 && unlockpt(terminal) == 0);
+    const char *name = ptsname(terminal);
+    assert_non_null(name);
+    int kept_open = open(name, O_RDWR | O_NOCTTY); /* or what is written there is lost when the tool ends */
+    assert_true(kept_open >= 0);
+    assert_true(snprintf(line, sizeof line, "%s " RAPT_TOOL " %s 2>%s %s", before, arguments, name, after) <
+                (int)sizeof line);
+    int status = shell(line);
+    free(err_text);
+    err_text = calloc(MOST, 1);
+    assert_non_null(err_text);
+    assert_int_equal(fcntl(terminal, F_SETFL, O_NONBLOCK), 0);
+    size_t used = 0;
+    for (ssize_t got; (got = read(terminal, err_text + used, MOST - 1 - used)) > 0;) used += (size_t)got;
+    close(kept_open);
+    close(terminal);
+    return status;
 }
 
 void assert_has(const char *text, const char *part) {

@@ -36,6 +36,8 @@ int rapt(const char *arguments);
 void succeeds(const char *arguments);
 /* Fails with that status, says so on stderr, and prints nothing else. */
 void fails(int status, const char *arguments, const char *message);
+/* The tool with stderr on a terminal, among other words of a shell: what it wrote there becomes err_text. */
+int on_terminal(const char *before, const char *arguments, const char *after);
 void assert_has(const char *text, const char *part);
 
 /* ---- the sentence, computed by the library itself ---- */

@@ -202,6 +202,76 @@ static void test_check(void **state) {
     succeeds(CHECK "--input x.npy --expect " SENTENCE ":expected_output --dtype bf16");
 }
 
+/* ---- progress ---- */
+
+/* A line is shown on the terminal, and none is left there at the end. */
+static void shows(const char *before, const char *arguments, const char *after, const char *line) {
+    static const char erase[] = "\r\033[K";
+    assert_int_equal(on_terminal(before, arguments, after), 0);
+    assert_has(err_text, line);
+    assert_true(strlen(err_text) >= sizeof erase - 1);
+    assert_string_equal(err_text + strlen(err_text) - (sizeof erase - 1), erase);
+}
+
+static void test_progress(void **state) {
+    (void)state;
+    enum { ROWS = 10000 };
+    shows("", RUN "--input x.npy --output y.npy", "", "\r\033[Kcomputing");
+    assert_output("y.npy", RAPT_F32, NULL);
+    shows("", "convert " SENTENCE " there.safetensors --heads 4", "", "\r\033[Kwriting 66.6 kB");
+    /* streams that wait in the middle */
+    rapt_tensor x = random_tensor(1, RAPT_F32, 2, (int64_t[]){ROWS, WIDTH});
+    write_npy("long.npy", 1, "{'descr': '<f4', 'fortran_order': False, 'shape': (1000, 10, 64), }", x.data,
+              sizeof(float) * ROWS * WIDTH);
+    free_tensor(&x);
+    shows("", RUN "--input long.npy --output -", "| { sleep 0.5; cat >y.npy; }", "\r\033[Kwriting, ");
+    shows("{ head -c 999999 long.npy; sleep 0.5; tail -c +1000000 long.npy; } |", RUN "--input - --output z.npy", "",
+          "\r\033[Kreading, ");
+    assert_int_equal(shell("cmp y.npy z.npy"), 0);
+}
+
+/* On a terminal a large batch is computed in pieces: the same bits. */
+static void test_pieces(void **state) {
+    (void)state;
+#ifdef RAPT_TEST_EMULATED
+    skip();
+#endif
+    enum { N = 300, L = 16, E = 512, H = 8 };
+    rapt_mha_config config = rapt_mha_config_default(E, H);
+    rapt_mha *layer;
+    assert_ok(context, rapt_mha_create(context, &config, &layer));
+    assert_ok(context, rapt_mha_save(context, layer, path_of("large.safetensors"), NULL));
+    rapt_mha_destroy(layer);
+    rapt_tensor x = random_tensor(2, RAPT_F32, 3, (int64_t[]){N, L, E});
+    write_npy("x3.npy", 1, "{'descr': '<f4', 'fortran_order': False, 'shape': (300, 16, 512), }", x.data,
+              sizeof(float) * N * L * E);
+    static bool hidden[N * H * L * L], padded[N * L];
+    test_random random = {.state = 3};
+    for (size_t i = 0; i < sizeof hidden; i++) hidden[i] = random_chance(&random, 0.3);
+    for (size_t i = 0; i < sizeof padded; i++) padded[i] = random_chance(&random, 0.1);
+    write_npy("m3.npy", 1, "{'descr': '|b1', 'fortran_order': False, 'shape': (2400, 16, 16), }", hidden,
+              sizeof hidden);
+    write_npy("m4.npy", 1, "{'descr': '|b1', 'fortran_order': False, 'shape': (300, 8, 16, 16), }", hidden,
+              sizeof hidden);
+    write_npy("m1.npy", 1, "{'descr': '|b1', 'fortran_order': False, 'shape': (1, 8, 16, 16), }", hidden, H * L * L);
+    write_npy("p2.npy", 1, "{'descr': '|b1', 'fortran_order': False, 'shape': (300, 16), }", padded, sizeof padded);
+    write_npy("p1.npy", 1, "{'descr': '|b1', 'fortran_order': False, 'shape': (16,), }", padded, L);
+    static const char *const rows[] = {"--mask m3.npy --padding p2.npy --weights w_", "--mask m4.npy --padding p1.npy",
+                                       "--mask m1.npy", "--seq-first"};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        char line[256];
+        snprintf(line, sizeof line, "run large.safetensors --input x3.npy --output y_ %s", rows[i]);
+        succeeds(line);
+        assert_int_equal(shell("mv y_ y; [ ! -e w_ ] || mv w_ w"), 0);
+        assert_int_equal(on_terminal("", line, ""), 0);
+        assert_null(strstr(err_text, "computing\r")); /* what it says when all is one piece */
+        assert_int_equal(shell("cmp y_ y && { [ ! -e w_ ] || cmp w_ w; }"), 0);
+    }
+    assert_int_equal(on_terminal("", "run large.safetensors --input x3.npy --padding x.npy", ""), 1);
+    assert_has(err_text, "key_padding_mask");
+    free_tensor(&x);
+}
+
 /* ---- files that are wrong ---- */
 
 static void test_bad_npy(void **state) {
@@ -360,6 +430,8 @@ int main(void) {
         cmocka_unit_test(test_npy_header_sweep),
         cmocka_unit_test(test_bad_files),
         cmocka_unit_test(test_write_errors),
+        cmocka_unit_test(test_progress),
+        cmocka_unit_test(test_pieces),
     };
     return cmocka_run_group_tests_name("command-line tool: run and check", tests, set_up_cli, tear_down_cli);
 }

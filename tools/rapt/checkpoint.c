@@ -166,11 +166,16 @@ int run_convert(const arguments *a) {
     load.scheme = scheme_option(a, "--from-scheme");
     open_context(a);
     rapt_mha *layer = load_layer(a, a->operand[0], load);
+    char size[SHAPE_SIZE], step[SHAPE_SIZE + 16];
+    rapt_dtype dtype = save.set_dtype ? save.dtype : rapt_mha_settings(layer)->dtype;
+    double bytes = (double)rapt_mha_num_parameters(layer) * (double)rapt_dtype_size(dtype);
+    snprintf(step, sizeof step, "writing %s", size_text(bytes, size));
+    show_progress(step);
     rapt_status status = rapt_mha_save(ctx, layer, a->operand[1], &save);
+    show_progress(NULL);
     if (status != RAPT_OK) fail("'%s': %s", a->operand[1], rapt_error_message(ctx));
     char description[256];
     rapt_mha_describe(layer, description, sizeof description);
-    rapt_dtype dtype = save.set_dtype ? save.dtype : rapt_mha_settings(layer)->dtype;
     printf("layer    %s\nwritten  %s names, %s  ", description, rapt_scheme_name(save.scheme), rapt_dtype_name(dtype));
     print_text(stdout, a->operand[1]);
     putchar('\n');

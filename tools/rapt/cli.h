@@ -78,8 +78,13 @@ void open_context(const arguments *a);   /* by machine_options, if the command h
 /* ---- output ---- */
 
 bool use_colour(FILE *stream); /* a terminal, and no NO_COLOR */
+double seconds_passed(void);   /* since some moment, the same for all calls */
+bool progress_is_shown(void);  /* stderr is a terminal */
 /* A line on stderr, if that is a terminal, that the next one replaces; NULL takes it away. */
 void show_progress(const char *what);
+/* The same with a percentage, for work that is done in many steps and begins with done = 0: such a line comes when a
+ * third of a second has passed, so that short work shows none, and changes a few times a second. */
+void show_share(const char *what, double done, double total);
 void print_text(FILE *stream, const char *text); /* without control characters, which could steer the terminal */
 void print_json_string(const char *text);
 void print_json_shape(const rapt_tensor *tensor);

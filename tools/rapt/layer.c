@@ -71,8 +71,11 @@ rapt_mha *load_layer(const arguments *a, const char *path, rapt_load_options opt
     options.head_dim = integer_option(a, "--head-dim", 1, LARGEST_HEAD, RAPT_DEFAULT);
     options.set_scale = has_option(a, "--scale");
     options.scale = real_option(a, "--scale", -DBL_MAX, DBL_MAX, 0);
+    const rapt_checkpoint *checkpoint = open_checkpoint(path);
     rapt_mha *layer;
-    rapt_status status = rapt_mha_load(ctx, open_checkpoint(path), &options, &layer);
+    show_progress("reading the layer");
+    rapt_status status = rapt_mha_load(ctx, checkpoint, &options, &layer);
+    show_progress(NULL);
     const char *problem = rapt_error_message(ctx);
     bool lacks_heads =
         options.num_heads == RAPT_DEFAULT && options.head_dim == RAPT_DEFAULT && strstr(problem, "num_heads") != NULL;
