@@ -94,6 +94,13 @@ if(TARGET rapt AND CMAKE_SYSTEM_NAME STREQUAL Linux)
   add_test(NAME exports
     COMMAND ${PROJECT_SOURCE_DIR}/tests/exports_test.sh $<TARGET_FILE:rapt> ${PROJECT_SOURCE_DIR}/tests/exports.txt)
 endif()
+if(TARGET rapt_tool)
+  foreach(shell bash zsh fish)
+    add_test(NAME completions_${shell} COMMAND ${PROJECT_SOURCE_DIR}/tests/completions_test.sh
+      ${shell} $<TARGET_FILE:rapt_tool> ${PROJECT_SOURCE_DIR}/tools/rapt/completions)
+    set_tests_properties(completions_${shell} PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 60)
+  endforeach()
+endif()
 if(TARGET rapt AND RAPT_INSTALL)
   add_test(NAME install
     COMMAND ${PROJECT_SOURCE_DIR}/tests/install_test.sh ${PROJECT_SOURCE_DIR} ${PROJECT_BINARY_DIR})
