@@ -170,6 +170,28 @@ static void test_inspect(void **state) {
     assert_has(out_text, "\"name\": \"a\\u001b\\\"\"");
 }
 
+/* A layer with norms of queries and keys, which Rapt would leave out. */
+static void test_extra_tensors(void **state) {
+    (void)state;
+    static const char *const names[] = {"a.q_proj.weight", "a.k_proj.weight", "a.v_proj.weight",
+                                        "a.o_proj.weight", "a.q_norm.weight", "a.k_norm.weight"};
+    rapt_tensor tensors[6];
+    for (uint64_t i = 0; i < 6; i++) tensors[i] = random_tensor(i, RAPT_F32, i < 4 ? 2 : 1, (int64_t[]){WIDTH, WIDTH});
+    assert_ok(context, rapt_safetensors_save(context, path_of("norms.safetensors"), 6, names, tensors, 0, NULL));
+    for (int i = 0; i < 6; i++) free_tensor(&tensors[i]);
+    succeeds("inspect --layers norms.safetensors");
+    assert_has(out_text, "parameters: 16384, not known: k_norm.weight and 1 more\n");
+    succeeds("inspect --layers --json norms.safetensors");
+    assert_has(out_text, "\"num_extra\": 2, \"extra\": \"a.k_norm.weight\"}");
+    fails(1, "run norms.safetensors --heads 4 --input x.npy", "tensor 'a.k_norm.weight' has no place");
+    assert_has(err_text, "(--ignore-extra)");
+    fails(1, "convert norms.safetensors out.safetensors --heads 4", "(--ignore-extra)");
+    succeeds("run norms.safetensors --heads 4 --input x.npy --ignore-extra");
+    succeeds("convert norms.safetensors there.safetensors --heads 4 --ignore-extra");
+    succeeds("inspect --layers --json there.safetensors");
+    assert_has(out_text, "\"num_extra\": 0, \"extra\": null}");
+}
+
 static void test_convert(void **state) {
     (void)state;
     static const char *const schemes[] = {"pytorch", "lucid", "separate", "llama", "wq",
@@ -337,8 +359,8 @@ int main(void) {
         cmocka_unit_test(test_help),           cmocka_unit_test(test_manual_is_complete),
         cmocka_unit_test(test_usage_mistakes), cmocka_unit_test(test_info),
         cmocka_unit_test(test_bench),          cmocka_unit_test(test_inspect),
-        cmocka_unit_test(test_convert),        cmocka_unit_test(test_plot_terminal),
-        cmocka_unit_test(test_plot_files),
+        cmocka_unit_test(test_convert),        cmocka_unit_test(test_extra_tensors),
+        cmocka_unit_test(test_plot_terminal),  cmocka_unit_test(test_plot_files),
     };
     return cmocka_run_group_tests_name("command-line tool", tests, set_up_cli, tear_down_cli);
 }

@@ -12,6 +12,7 @@ const option layer_options[] = {
     {"--kv-heads", "K", "key and value heads; from the shapes, where they tell"},
     {"--head-dim", "D", "features of a head, from which the number of heads follows"},
     {"--scale", "S", "what scores are multiplied by; 1/sqrt(D), or what Rapt wrote into the file"},
+    {"--ignore-extra", NULL, "leave out tensors below the prefix that the layer may need, such as q_norm.weight"},
     {0},
 };
 
@@ -71,15 +72,16 @@ rapt_mha *load_layer(const arguments *a, const char *path, rapt_load_options opt
     options.head_dim = integer_option(a, "--head-dim", 1, LARGEST_HEAD, RAPT_DEFAULT);
     options.set_scale = has_option(a, "--scale");
     options.scale = real_option(a, "--scale", -DBL_MAX, DBL_MAX, 0);
+    options.ignore_extra = has_option(a, "--ignore-extra");
     const rapt_checkpoint *checkpoint = open_checkpoint(path);
     rapt_mha *layer;
     show_progress("reading the layer");
     rapt_status status = rapt_mha_load(ctx, checkpoint, &options, &layer);
     show_progress(NULL);
-    const char *problem = rapt_error_message(ctx);
-    bool lacks_heads =
-        options.num_heads == RAPT_DEFAULT && options.head_dim == RAPT_DEFAULT && strstr(problem, "num_heads") != NULL;
-    if (status != RAPT_OK) fail("'%s': %s%s", path, problem, lacks_heads ? " (--heads or --head-dim)" : "");
+    const char *problem = rapt_error_message(ctx), *hint = "";
+    if (strstr(problem, "set num_heads") != NULL) hint = " (--heads or --head-dim)";
+    if (status == RAPT_ERROR_UNSUPPORTED && strstr(problem, "ignore_extra") != NULL) hint = " (--ignore-extra)";
+    if (status != RAPT_OK) fail("'%s': %s%s", path, problem, hint);
     keep(layer, destroy_layer);
     rapt_mha_eval(layer);
     return layer;

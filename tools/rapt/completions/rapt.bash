@@ -18,7 +18,7 @@ _rapt() {
     --prefix | --to-prefix | --heads | --kv-heads | --head-dim | --scale | --window | --threads | --tolerance | --head | \
         --sequence | --title | --filter | --seconds) return ;;
     esac
-    local layer="--prefix --heads --kv-heads --head-dim --scale --scheme --dtype"
+    local layer="--prefix --heads --kv-heads --head-dim --scale --ignore-extra --scheme --dtype"
     local forward="$layer --input --key --value --seq-first --causal --window --mask --padding --threads --isa --backend"
     case $command in
     run) options="$forward --output --weights" ;;
