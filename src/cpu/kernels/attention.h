@@ -9,20 +9,28 @@
 
 static void pack_queries(const attn_rows *rows, void *q) {
     const attn_problem *p = rows->problem;
+    const attn_rows of = *rows; /* copies, so that nothing is read again after each store */
+    const rapt_view view = p->q;
+    const int64_t sequence = of.n * view.stride[0];
+    bool in_one_go = p->dtype == REAL_DTYPE && view.stride[3] == 1;
+    int64_t count = of.count, dim = p->dim;
+    if (in_one_go && of.heads == 1 && view.stride[2] == dim) { /* without gaps: all of them are like one row */
+        dim *= count;
+        count = 1;
+    }
     real factor = (real)(p->scale * 0x1.71547652b82fep+0); /* log2(e): scores become powers of two */
-    for (int64_t r = 0; r < rows->count; r++) {
-        real *to = (real *)q + r * p->dim;
-        int64_t offset =
-            rows->n * p->q.stride[0] + row_head(rows, r) * p->q.stride[1] + row_query(rows, r) * p->q.stride[2];
-        if (p->dtype == REAL_DTYPE && p->q.stride[3] == 1) { /* in one go */
-            const real *from = (const real *)(const void *)p->q.data + offset;
+    for (int64_t r = 0; r < count; r++) {
+        real *to = (real *)q + r * dim;
+        int64_t offset = sequence + row_head(&of, r) * view.stride[1] + row_query(&of, r) * view.stride[2];
+        if (in_one_go) {
+            const real *from = (const real *)(const void *)view.data + offset;
             int64_t d = 0;
-            for (; d + LANES <= p->dim; d += LANES) v_store(to + d, v_mul(v_load(from + d), v_all(factor)));
-            for (; d < p->dim; d++) to[d] = from[d] * factor;
+            for (; d + LANES <= dim; d += LANES) v_store(to + d, v_mul(v_load(from + d), v_all(factor)));
+            for (; d < dim; d++) to[d] = from[d] * factor;
             continue;
         }
-        load_row(to, p->q.data, p->dtype, offset, p->q.stride[3], p->dim);
-        for (int64_t d = 0; d < p->dim; d++) to[d] *= factor;
+        load_row(to, view.data, p->dtype, offset, view.stride[3], dim);
+        for (int64_t d = 0; d < dim; d++) to[d] *= factor;
     }
 }
 
@@ -311,27 +319,36 @@ static __attribute__((noinline)) bool copy_sole_value(const attn_rows *rows, int
     return true;
 }
 
+/* What the sum of a row's weighted values is multiplied by: 1 where it is the result already. */
+INLINE real finishing_factor(const attn_rows *rows, int64_t r, real reference, real sum, real *out) {
+    if (sum > (real)1.42) return 1 / sum; /* of several weights: a lone one is 2^r with |r| <= 1/2, or NaN */
+    if (reference == (real)-INFINITY) return 1;
+    return !(sum < (real)0.7) && copy_sole_value(rows, r, out) ? 1 : 1 / sum;
+}
+
 static void attn_finish(const attn_rows *rows, const attn_partial *total) {
     const attn_problem *p = rows->problem;
-    int64_t element = (int64_t)rapt_dtype_size(p->dtype), width = total->out_stride;
-    bool stores_in_place = p->dtype == REAL_DTYPE && p->out.stride[3] == 1 && p->value_dim == width;
-    const int64_t *stride = p->out.stride;
-    for (int64_t r = 0; r < rows->count; r++) {
-        real reference = ((const real *)total->reference)[r], sum = ((const real *)total->sum)[r];
-        real *out = (real *)total->out + r * width, *result = out;
-        int64_t head = row_head(rows, r), query = row_query(rows, r);
-        bool may_be_sole = !(sum < (real)0.7 || sum > (real)1.42); /* a lone weight is 2^r with |r| <= 1/2, or NaN */
-        bool is_done = reference == (real)-INFINITY || (may_be_sole && copy_sole_value(rows, r, out));
-        vec factor = v_all(is_done ? 1 : 1 / sum);
-        char *target = p->out.data + (rows->n * stride[0] + head * stride[1] + query * stride[2]) * element;
+    const attn_rows of = *rows; /* copies, so that nothing is read again after each store */
+    const attn_partial from = *total;
+    const rapt_view view = p->out;
+    int64_t element = (int64_t)rapt_dtype_size(p->dtype), width = from.out_stride;
+    bool stores_in_place = p->dtype == REAL_DTYPE && view.stride[3] == 1 && p->value_dim == width;
+    bool has_lse = p->lse.data != NULL;
+    char *sequence = view.data + of.n * view.stride[0] * element;
+    for (int64_t r = 0; r < of.count; r++) {
+        real reference = ((const real *)from.reference)[r], sum = ((const real *)from.sum)[r];
+        real *out = (real *)from.out + r * width, *result = out;
+        int64_t head = row_head(&of, r), query = row_query(&of, r);
+        vec factor = v_all(finishing_factor(rows, r, reference, sum, out));
+        char *target = sequence + (head * view.stride[1] + query * view.stride[2]) * element;
         if (stores_in_place) result = (real *)(void *)target;
         for (int64_t d = 0; d < width; d += LANES) {
             v_store(result + d, v_add(v_mul(v_load(out + d), factor), v_zero())); /* final zeros are +0 */
         }
-        if (!stores_in_place) store_row(out, p->value_dim, target, p->dtype, stride[3]);
-        if (p->lse.data != NULL) {
+        if (!stores_in_place) store_row(out, p->value_dim, target, p->dtype, view.stride[3]);
+        if (has_lse) {
             double lse = ((double)reference + rapt_log2((double)sum)) * 0x1.62e42fefa39efp-1; /* ln 2 */
-            int64_t to = rows->n * p->lse.stride[0] + head * p->lse.stride[1] + query * p->lse.stride[2];
+            int64_t to = of.n * p->lse.stride[0] + head * p->lse.stride[1] + query * p->lse.stride[2];
             ((real *)(void *)p->lse.data)[to] = reference == (real)-INFINITY ? (real)-INFINITY : (real)lse;
         }
     }
