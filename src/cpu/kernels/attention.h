@@ -203,7 +203,7 @@ static __attribute__((noinline)) void masked_softmax(const attn_rows *rows, cons
     }
     for (int64_t r = 0; r < rows->count; r++) {
         bool mark = mark_masked || reference[r] <= LOWEST;
-        reference[r] = softmax_row(scores + r * CUT, range.begin, range.end, reference[r], mark, &sum[r]);
+        softmax_row(scores + r * CUT, range.begin, range.end, mark, &reference[r], &sum[r]);
     }
 }
 
@@ -226,8 +226,12 @@ static void attn_block(const attn_rows *rows, const attn_keys *keys, tile_range 
         is_plain = reference[r] > LOWEST;
     }
     if (is_plain) {
-        for (int64_t r = 0; r < rows->count; r++) {
-            reference[r] = softmax_row(scores + r * CUT, range.begin, range.end, reference[r], false, &sum[r]);
+        int64_t r = 0;
+        for (; r + ROWS_IN_STEP <= rows->count; r += ROWS_IN_STEP) {
+            softmax_rows(ROWS_IN_STEP, scores + r * CUT, range.begin, range.end, false, &reference[r], &sum[r]);
+        }
+        for (; r < rows->count; r++) {
+            softmax_rows(1, scores + r * CUT, range.begin, range.end, false, &reference[r], &sum[r]);
         }
     } else {
         masked_softmax(rows, keys, range, mark_masked, scratch, partial);
