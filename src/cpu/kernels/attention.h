@@ -330,6 +330,17 @@ INLINE real finishing_factor(const attn_rows *rows, int64_t r, real reference, r
     return !(sum < (real)0.7) && copy_sole_value(rows, r, out) ? 1 : 1 / sum;
 }
 
+static __attribute__((noinline)) void store_lse(const attn_rows *rows, const attn_partial *total) {
+    const rapt_view *lse = &rows->problem->lse;
+    for (int64_t r = 0; r < rows->count; r++) {
+        real reference = ((const real *)total->reference)[r], sum = ((const real *)total->sum)[r];
+        double value = ((double)reference + rapt_log2((double)sum)) * 0x1.62e42fefa39efp-1; /* ln 2 */
+        int64_t to =
+            rows->n * lse->stride[0] + row_head(rows, r) * lse->stride[1] + row_query(rows, r) * lse->stride[2];
+        ((real *)(void *)lse->data)[to] = reference == (real)-INFINITY ? (real)-INFINITY : (real)value;
+    }
+}
+
 static void attn_finish(const attn_rows *rows, const attn_partial *total) {
     const attn_problem *p = rows->problem;
     const attn_rows of = *rows; /* copies, so that nothing is read again after each store */
@@ -337,25 +348,19 @@ static void attn_finish(const attn_rows *rows, const attn_partial *total) {
     const rapt_view view = p->out;
     int64_t element = (int64_t)rapt_dtype_size(p->dtype), width = from.out_stride;
     bool stores_in_place = p->dtype == REAL_DTYPE && view.stride[3] == 1 && p->value_dim == width;
-    bool has_lse = p->lse.data != NULL;
     char *sequence = view.data + of.n * view.stride[0] * element;
     for (int64_t r = 0; r < of.count; r++) {
         real reference = ((const real *)from.reference)[r], sum = ((const real *)from.sum)[r];
-        real *out = (real *)from.out + r * width, *result = out;
-        int64_t head = row_head(&of, r), query = row_query(&of, r);
+        real *out = (real *)from.out + r * width;
         vec factor = v_all(finishing_factor(rows, r, reference, sum, out));
-        char *target = sequence + (head * view.stride[1] + query * view.stride[2]) * element;
-        if (stores_in_place) result = (real *)(void *)target;
+        char *target = sequence + (row_head(&of, r) * view.stride[1] + row_query(&of, r) * view.stride[2]) * element;
+        real *result = stores_in_place ? (real *)(void *)target : out;
         for (int64_t d = 0; d < width; d += LANES) {
             v_store(result + d, v_add(v_mul(v_load(out + d), factor), v_zero())); /* final zeros are +0 */
         }
         if (!stores_in_place) store_row(out, p->value_dim, target, p->dtype, view.stride[3]);
-        if (has_lse) {
-            double lse = ((double)reference + rapt_log2((double)sum)) * 0x1.62e42fefa39efp-1; /* ln 2 */
-            int64_t to = of.n * p->lse.stride[0] + head * p->lse.stride[1] + query * p->lse.stride[2];
-            ((real *)(void *)p->lse.data)[to] = reference == (real)-INFINITY ? (real)-INFINITY : (real)lse;
-        }
     }
+    if (p->lse.data != NULL) store_lse(rows, total);
 }
 
 /* ---- returned weights ---- */
