@@ -176,14 +176,9 @@ static void weigh_values(const attn_rows *rows, const attn_keys *keys, int64_t f
 }
 
 /* The largest score that a row sees, with band and masks brought in: -inf if it sees none. */
-INLINE real mask_and_find_largest(const attn_rows *rows, const attn_keys *keys, int64_t r, tile_range range,
-                                  bool needs_bias, padding_bias padding, real *bias, real *t) {
+INLINE real largest_seen(const attn_rows *rows, const attn_keys *keys, int64_t r, tile_range range, bool needs_bias,
+                         padding_bias padding, real *bias, real *t) {
     int64_t begin = range.begin, end = range.end;
-    if (needs_bias) {
-        mask_row(rows, keys, r, begin, end, padding, bias, t);
-    } else {
-        if (!band_row(rows, keys, r, begin, end, t)) return (real)-INFINITY;
-    }
     real largest = largest_score(t, begin, end);
     if (largest > LOWEST) return largest;
     /* Every score that is seen is the lowest number, or overflowed, or NaN: what is masked must be told apart now. */
@@ -199,7 +194,14 @@ static __attribute__((noinline)) void masked_softmax(const attn_rows *rows, cons
     bool needs_bias = mark_masked || padding.bias != NULL || (rows->problem->mask.data != NULL && !keys->extra);
     for (int64_t r = 0; r < rows->count; r++) {
         real *t = scores + r * CUT;
-        reference[r] = mask_and_find_largest(rows, keys, r, range, needs_bias, padding, bias, t);
+        if (needs_bias) {
+            mask_row(rows, keys, r, range.begin, range.end, padding, bias, t);
+        } else {
+            band_row(rows, keys, r, range.begin, range.end, t);
+        }
+    }
+    for (int64_t r = 0; r < rows->count; r++) {
+        reference[r] = largest_seen(rows, keys, r, range, needs_bias, padding, bias, scores + r * CUT);
     }
     for (int64_t r = 0; r < rows->count; r++) {
         bool mark = mark_masked || reference[r] <= LOWEST;
@@ -218,10 +220,12 @@ static void attn_block(const attn_rows *rows, const attn_keys *keys, tile_range 
     bool mark_masked = keys->has_non_finite_values && weighs_masked;
     tile_scores(rows, keys, q, range.begin, range.end, scores);
 
-    /* Two passes over the rows: in each of them no row waits for another. */
+    /* Passes over the rows: in each of them no row waits for another. */
     bool is_plain = !has_mask && range.all_seen;
+    for (int64_t r = 0; r < rows->count && is_plain && range.last < range.end; r++) {
+        mask_outside(scores + r * CUT, range.begin, range.begin, range.last, range.end);
+    }
     for (int64_t r = 0; r < rows->count && is_plain; r++) {
-        if (range.last < range.end) mask_outside(scores + r * CUT, range.begin, range.begin, range.last, range.end);
         reference[r] = largest_score(scores + r * CUT, range.begin, range.end);
         is_plain = reference[r] > LOWEST;
     }
