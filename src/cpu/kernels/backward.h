@@ -270,8 +270,9 @@ static void backward_odd_rows(attn_row_block *block, const attn_key_block *key_b
         if (!block->is_odd[r]) continue;
         mask_row(rows, keys, r, range.begin, range.end, padding, tile.bias, t);
         if (all_masked(t, range.begin, range.end)) continue;
-        real largest = largest_score(t, range.begin, range.end);
-        real power = softmax_row(t, range.begin, range.end, largest > LOWEST ? largest : LOWEST, false, &added);
+        real power = largest_score(t, range.begin, range.end);
+        if (!(power > LOWEST)) power = LOWEST;
+        softmax_row(t, range.begin, range.end, false, &power, &added);
         real higher = *reference > power ? *reference : power;
         *sum = *sum * pow2_or_zero(*reference - higher) + added * pow2_or_zero(power - higher);
         *reference = higher;
