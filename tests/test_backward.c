@@ -103,7 +103,7 @@ static void check_against_differences(rapt_context *context, const backward_case
 static void test_finite_differences(void **state) {
     (void)state;
     rapt_context *context = reference_context();
-    int cases = test_is_quick() ? 300 : 3000;
+    int cases = test_is_quick() ? 500 : 10000;
     for (int i = 0; i < cases; i++) {
         test_random random = {5000000 + (uint64_t)i};
         bool each_element = i % 10 == 0;

@@ -533,6 +533,13 @@ static void test_refusals(void **state) {
             o.append_lengths = (const int64_t *)(const void *)((char *)aligned + 4));
     REFUSED(RAPT_ERROR_ARGUMENT, "append_lengths is given without a cache", o.cache = NULL, o.append_lengths = numbers);
 #undef REFUSED
+    rapt_tensor heads = random_tensor(2, RAPT_F32, 4, (int64_t[]){2, 2, 1, 8}),
+                attended = make_tensor(RAPT_F32, 4, heads.shape);
+    rapt_options dropping = {.cache = cache, .dropout = 0.5};
+    assert_refused(rapt_attention_forward(context, &heads, &heads, &heads, &dropping, &attended), RAPT_ERROR_ARGUMENT,
+                   "dropout is 0.5, expected 0 with a cache");
+    free_tensor(&heads);
+    free_tensor(&attended);
     assert_refused(rapt_mha_forward(context, layer, &single, &single, &single, &options, &out), RAPT_ERROR_SHAPE,
                    "made for batch 2, the call has 1");
     assert_refused(rapt_mha_forward(context, layer, &x, &token, &token, &options, &y), RAPT_ERROR_SHAPE,

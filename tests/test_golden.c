@@ -7,10 +7,11 @@
  * with a tolerance of 5e-7 in f32 and 3e-15 in f64. The largest |query * key^T * scale| over all pairs, before masks,
  * is part of it because a score is rounded relative to its size and exp() turns that into a relative error of a weight.
  * Masks are left out: the finite ones are small, but for -1e9, which takes its key out of the sum. A log-sum-exp may
- * differ by tolerance * max(1, largest score): it is as large as the scores. Gradients are compared with
- * the largest of all gradients of the case: some are zero but for rounding.
+ * differ by tolerance * max(1, largest score): it is as large as the scores. Gradients of the operator are differences of
+ * products of d_out and value, times scale and key or query: they may differ relative to the largest of those. Gradients
+ * of a layer are compared with the largest of all gradients of the case: some are zero but for rounding.
  */
-#include "support.h"
+#include "backward_case.h"
 
 enum { NAME_SIZE = 64 };
 static const double TOLERANCE_F32 = 5e-7, TOLERANCE_F64 = 3e-15;
@@ -467,6 +468,38 @@ static void check_layer_case(run *r, const golden *g) {
 
 /* ---- operator cases ---- */
 
+/* The backward of a case, with the forward's arguments and result. */
+static void check_operator_gradients(run *r, const golden *g, const rapt_tensor *query, const rapt_tensor *key,
+                                     const rapt_tensor *value, const rapt_options *options, const rapt_tensor *out,
+                                     double score) {
+    const rapt_tensor *inputs[] = {query, key, value, options->attn_mask};
+    static const char *const names[] = {"grad.query", "grad.key", "grad.value", "grad.attn_mask"};
+    rapt_tensor grad_out = load_tensor(g, "grad_out", r->dtype), expected[4], actual[4];
+    for (int i = 0; i < 4; i++) {
+        expected[i] = load_tensor(g, names[i], RAPT_F64);
+        actual[i] = (rapt_tensor){0};
+        rapt_dtype dtype = i < 3 ? r->dtype : rapt_accumulation_dtype(r->dtype);
+        if (expected[i].data != NULL) actual[i] = make_tensor(dtype, inputs[i]->ndim, inputs[i]->shape);
+    }
+    rapt_attention_gradients gradients = {.query = if_present(&actual[0]),
+                                          .key = if_present(&actual[1]),
+                                          .value = if_present(&actual[2]),
+                                          .attn_mask = if_present(&actual[3])};
+    assert_ok(r->context,
+              rapt_attention_backward(r->context, query, key, value, options, out, &grad_out, NULL, &gradients));
+    double product = sqrt((double)value->shape[3]) * largest_magnitude(&grad_out) * largest_magnitude(value);
+    double scaled = fabs(setting(g, "scale")) * product;
+    double units[4] = {scaled * largest_magnitude(key), scaled * largest_magnitude(query), largest_magnitude(&grad_out),
+                       product};
+    for (int i = 0; i < 4; i++) {
+        if (expected[i].data == NULL) continue;
+        compare(r, g, names[i], &actual[i], &expected[i], fmax(units[i], largest_magnitude(&expected[i])) * score);
+        free_tensor(&expected[i]);
+        free_tensor(&actual[i]);
+    }
+    free_tensor(&grad_out);
+}
+
 static void check_operator_case(run *r, const golden *g) {
     head_sizes z = {.n = size_setting(g, "n"),
                     .heads = size_setting(g, "heads"),
@@ -493,6 +526,11 @@ static void check_operator_case(run *r, const golden *g) {
     double score = largest_score(q, k, z, setting(g, "scale"));
     compare(r, g, "out", &out, &expected_out, largest_magnitude(&expected_out) * score);
     compare(r, g, "lse", &lse, &expected_lse, score);
+    if (has_backward(r->context)) {
+        check_operator_gradients(r, g, &query, &key, &value, &options, &out, score);
+    } else if (r->cases == 0) {
+        print_message("the CPU backend has no backward yet: gradients are not compared\n");
+    }
     free(q);
     free(k);
     rapt_tensor *all[] = {&query, &key, &value, &mask, &expected_out, &expected_lse, &out, &lse};
