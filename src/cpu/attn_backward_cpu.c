@@ -30,7 +30,7 @@ typedef struct backward_plan {
     size_t row_table, key_table;    /* structs of a unit's blocks */
     size_t own_bytes, shared_bytes; /* a unit that a lane runs, or that lanes share */
     size_t lane_bytes;              /* scratch of a tile, and a row to store */
-    size_t delta_bytes;             /* [N,H,L], if masks need it */
+    size_t stats_bytes;             /* lse, factor and delta of all rows, [3][N,H,L], for the pass over masks */
 } backward_plan;
 
 static backward_plan make_plan(const rapt_context *context, const attn_problem *p, const attn_gradients *gradients) {
@@ -42,7 +42,7 @@ static backward_plan make_plan(const rapt_context *context, const attn_problem *
     plan.shared_units = plan.units % context->lanes;
     plan.q_reals = CHAIN * rapt_round_up(p->dim, COLUMNS);
     plan.v_reals = CHAIN * rapt_round_up(p->value_dim, COLUMNS);
-    plan.row_bytes = rapt_arena_size(plan.real * (size_t)(2 * plan.q_reals + plan.v_reals + 2 * CHAIN));
+    plan.row_bytes = rapt_arena_size(plan.real * (size_t)(2 * plan.q_reals + plan.v_reals + 3 * CHAIN));
     int64_t transposed = PANEL * (p->dim + p->value_dim);
     plan.key_bytes = rapt_arena_size(plan.real * (size_t)(transposed + 2 * plan.q_reals + plan.v_reals));
     plan.row_table = rapt_arena_size(rapt_size_mul(sizeof(attn_row_block), (size_t)plan.row_blocks));
@@ -57,10 +57,8 @@ static backward_plan make_plan(const rapt_context *context, const attn_problem *
     if (gradients->mask.data != NULL || gradients->padding.data != NULL) {
         size_t block = rapt_size_add(plan.row_bytes, rapt_size_add(plan.key_bytes, plan.real * CHAIN * PANEL));
         plan.lane_bytes = rapt_size_add(plan.lane_bytes, block);
-        if (gradients->weights.data != NULL) {
-            size_t rows_in_all = rapt_size_mul((size_t)(p->batch * p->heads), (size_t)p->queries);
-            plan.delta_bytes = rapt_arena_size(rapt_size_mul(plan.real, rows_in_all));
-        }
+        size_t rows_in_all = rapt_size_mul((size_t)(p->batch * p->heads), (size_t)p->queries);
+        plan.stats_bytes = rapt_arena_size(rapt_size_mul(3 * plan.real, rows_in_all));
     }
     return plan;
 }
@@ -71,7 +69,7 @@ size_t rapt_cpu_attn_backward_scratch(const rapt_context *context, const attn_pr
     /* As much as it takes to share all but one lane's units, even if there are none to share: a smaller problem may. */
     size_t own = rapt_size_mul(plan.own_bytes, (size_t)smaller(plan.units, context->lanes));
     size_t shared = rapt_size_mul(plan.shared_bytes, (size_t)smaller(plan.units, context->lanes - 1));
-    size_t total = rapt_size_add(own > shared ? own : shared, plan.delta_bytes);
+    size_t total = rapt_size_add(own > shared ? own : shared, plan.stats_bytes);
     return rapt_size_add(total, rapt_size_mul(plan.lane_bytes, (size_t)context->lanes));
 }
 
@@ -91,7 +89,7 @@ typedef struct backward_job {
     const attn_problem *problem;
     const attn_gradients *gradients;
     backward_plan plan;
-    char *units, *lanes, *deltas;
+    char *units, *lanes, *stats;
     int64_t first_unit, unit_count; /* of those that are shared */
     int64_t wave;                   /* then: row block + key block of the tiles that run */
     const mask_gradient *mask;      /* in the pass of one */
@@ -122,7 +120,8 @@ static attn_row_block row_block_at(const backward_plan *plan, char *memory, attn
                             .d_q = memory + q,
                             .d_out = memory + 2 * q,
                             .lse = memory + 2 * q + v,
-                            .delta = memory + 2 * q + v + plan->real * CHAIN};
+                            .factor = memory + 2 * q + v + plan->real * CHAIN,
+                            .delta = memory + 2 * q + v + plan->real * CHAIN * 2};
 }
 
 static attn_key_block key_block_at(const backward_job *job, char *memory, attn_keys keys) {
@@ -164,14 +163,22 @@ static attn_key_block *prepare_keys(const backward_job *job, const backward_unit
     return block;
 }
 
-/* Where the deltas of a row are kept for the pass over masks. */
-static void keep_deltas(const backward_job *job, const attn_row_block *block) {
-    const attn_rows *rows = &block->rows;
+/* Where the stats of a row are kept for the pass over masks: row's lse, then factor, then delta. */
+static char *stats_at(const backward_job *job, int which, int64_t n, int64_t head, int64_t query) {
     const attn_problem *p = job->problem;
-    for (int64_t r = 0; r < rows->count && job->plan.delta_bytes > 0; r++) {
+    int64_t row = ((which * p->batch + n) * p->heads + head) * p->queries + query;
+    return job->stats + job->plan.real * (size_t)row;
+}
+
+static void keep_stats(const backward_job *job, const attn_row_block *block) {
+    const attn_rows *rows = &block->rows;
+    const char *stats[3] = {block->lse, block->factor, block->delta};
+    size_t real = job->plan.real;
+    for (int64_t r = 0; r < rows->count && job->plan.stats_bytes > 0; r++) {
         int64_t row = rows->first + r, head = rows->first_head + row % rows->heads, query = row / rows->heads;
-        size_t at = job->plan.real * (size_t)((rows->n * p->heads + head) * p->queries + query);
-        memcpy(job->deltas + at, (const char *)block->delta + job->plan.real * (size_t)r, job->plan.real);
+        for (int i = 0; i < 3; i++) {
+            memcpy(stats_at(job, i, rows->n, head, query), stats[i] + real * (size_t)r, real);
+        }
     }
 }
 
@@ -185,7 +192,7 @@ static void finish_rows(const backward_job *job, const attn_row_block *block, in
     const attn_rows *rows = &block->rows;
     const rapt_view *to = &job->gradients->q;
     void *row_scratch = lane_scratch(job, lane);
-    keep_deltas(job, block);
+    keep_stats(job, block);
     for (int64_t r = 0; r < rows->count && to->data != NULL; r++) {
         int64_t row = rows->first + r, head = rows->first_head + row % rows->heads, query = row / rows->heads;
         job->kernels->store_block_row(block->d_q, r, p->dim, p->scale, job->gradients->accumulate,
@@ -241,7 +248,19 @@ static void run_unit(void *arg, int64_t index, int32_t lane) {
     const backward_plan *plan = &job->plan;
     backward_unit unit = find_unit(job, index, job->units + (size_t)lane * plan->own_bytes, false);
     char *scratch = lane_scratch(job, lane);
-    for (int64_t b = 0; b < plan->row_blocks; b++) prepare_rows(job, &unit, b, lane);
+    bool has_odd_lse = false;
+    for (int64_t b = 0; b < plan->row_blocks; b++) {
+        prepare_rows(job, &unit, b, lane);
+        has_odd_lse |= unit.rows[b].has_odd_lse;
+    }
+    if (has_odd_lse) {
+        for (int64_t k = 0; k < unit.key_blocks; k++) {
+            const attn_key_block *keys = prepare_keys(job, &unit, k, 0, lane);
+            for (int64_t b = 0; b < plan->row_blocks; b++)
+                job->kernels->backward_odd_rows(&unit.rows[b], keys, scratch);
+        }
+        for (int64_t b = 0; b < plan->row_blocks; b++) job->kernels->backward_settle_odd_rows(&unit.rows[b]);
+    }
     for (int64_t k = 0; k < unit.key_blocks && job->gradients->weights.data != NULL; k++) {
         const attn_key_block *keys = prepare_keys(job, &unit, k, 0, lane);
         for (int64_t b = 0; b < plan->row_blocks; b++) {
@@ -276,11 +295,16 @@ static void prepare_shared(void *arg, int64_t item, int32_t lane) {
     }
 }
 
-static void shared_deltas(void *arg, int64_t item, int32_t lane) {
+/* What of a row block must be known before its first tile. */
+static void complete_shared_rows(void *arg, int64_t item, int32_t lane) {
     const backward_job *job = arg;
     backward_unit unit = shared_unit(job, item / job->plan.row_blocks);
     attn_row_block *rows = &unit.rows[item % job->plan.row_blocks];
-    for (int64_t k = 0; k < unit.key_blocks; k++) {
+    for (int64_t k = 0; k < unit.key_blocks && rows->has_odd_lse; k++) {
+        job->kernels->backward_odd_rows(rows, &unit.keys[k], lane_scratch(job, lane));
+    }
+    job->kernels->backward_settle_odd_rows(rows);
+    for (int64_t k = 0; k < unit.key_blocks && job->gradients->weights.data != NULL; k++) {
         job->kernels->backward_delta(rows, &unit.keys[k], job->gradients, lane_scratch(job, lane));
     }
 }
@@ -310,9 +334,8 @@ static void run_shared_units(rapt_context *context, backward_job *job, double op
     int64_t blocks = plan->row_blocks + plan->key_blocks, count = job->unit_count;
     double packing = operations / (double)CHAIN, tiles = operations / (double)blocks;
     rapt_parallel(context, count * blocks, packing, prepare_shared, job);
-    if (job->gradients->weights.data != NULL) {
-        rapt_parallel(context, count * plan->row_blocks, operations, shared_deltas, job);
-    }
+    bool has_d_weights = job->gradients->weights.data != NULL;
+    rapt_parallel(context, count * plan->row_blocks, has_d_weights ? operations : packing, complete_shared_rows, job);
     for (job->wave = 0; job->wave < blocks - 1; job->wave++) {
         rapt_parallel(context, count * plan->row_blocks, tiles, shared_tile, job);
     }
@@ -353,9 +376,9 @@ static void run_mask(void *arg, int64_t item, int32_t lane) {
                                   .count = smaller(CHAIN, p->queries - b * CHAIN)};
                 attn_row_block rows = row_block_at(plan, memory, some);
                 job->kernels->backward_rows(job->gradients, &rows, scratch);
-                if (plan->delta_bytes > 0) {
-                    int64_t at = (n * p->heads + h) * p->queries + b * CHAIN;
-                    memcpy(rows.delta, job->deltas + plan->real * (size_t)at, plan->real * (size_t)some.count);
+                void *stats[3] = {rows.lse, rows.factor, rows.delta};
+                for (int i = 0; i < 3; i++) {
+                    memcpy(stats[i], stats_at(job, i, n, h, b * CHAIN), plan->real * (size_t)some.count);
                 }
                 job->kernels->backward_mask(&rows, &key, job->gradients, sums_rows, sums, scratch);
             }
@@ -398,8 +421,8 @@ void rapt_cpu_attn_backward(rapt_context *context, const attn_problem *p, const 
                         .plan = make_plan(context, p, gradients)};
     const backward_plan *plan = &job.plan;
     job.lanes = scratch;
-    job.deltas = job.lanes + plan->lane_bytes * (size_t)context->lanes;
-    job.units = job.deltas + plan->delta_bytes;
+    job.stats = job.lanes + plan->lane_bytes * (size_t)context->lanes;
+    job.units = job.stats + plan->stats_bytes;
 
     double unit_operations = 5.0 * (double)plan->rows * (double)p->keys * (double)(p->dim + p->value_dim) / 2;
     int64_t own = plan->units - plan->shared_units;

@@ -79,7 +79,8 @@ static void sum_deltas(const attn_row_block *block, const real *out, int64_t dim
     }
 }
 
-/* A log-sum-exp this large is no number, or too coarse to tell a lone key's weight from it. */
+/* A log-sum-exp that is larger than this, by masks or by wild scores, is too coarse to compute weights from; one that is
+ * no number may be that of a lone key, which weighs 1. */
 #define LSE_LIMIT ((real)65536)
 
 static void backward_rows(const attn_gradients *gradients, attn_row_block *block, void *scratch) {
@@ -98,11 +99,13 @@ static void backward_rows(const attn_gradients *gradients, attn_row_block *block
                        1);
         real lse = ((const real *)(const void *)p->lse.data)[rows->n * l[0] + head * l[1] + query * l[2]];
         real power = (real)((double)lse * 0x1.71547652b82fep+0);
-        if (lse == (real)-INFINITY)
-            power = (real)INFINITY; /* sees nothing: all weights come out as 0 */
-        else if (!(power < LSE_LIMIT && power > -LSE_LIMIT))
-            block->has_odd_lse = true;
+        bool sees_nothing = lse == (real)-INFINITY;
+        block->is_odd[r] = !sees_nothing && !(power < LSE_LIMIT && power > -LSE_LIMIT);
+        block->has_odd_lse |= block->is_odd[r];
+        if (sees_nothing) power = (real)INFINITY;      /* all weights come out as 0 */
+        if (block->is_odd[r]) power = (real)-INFINITY; /* backward_odd_rows() begins here */
         ((real *)block->lse)[r] = power;
+        ((real *)block->factor)[r] = block->is_odd[r] ? 0 : 1;
     }
     block->is_finite =
         block_is_finite(block->q, rows->count, p->dim) && block_is_finite(block->d_out, rows->count, p->value_dim);
@@ -148,11 +151,13 @@ typedef struct row_extras {
 } row_extras;
 
 /* Scores t and products dO V^T to W and dS. What is masked becomes -0 in both, which nothing else does. */
-INLINE void gradient_row(int64_t begin, int64_t end, real lse, real delta, const bool masks, const row_extras extras,
-                         real *t, real *dw) {
+INLINE void gradient_row(int64_t begin, int64_t end, real lse, real factor, real delta, const bool masks,
+                         const row_extras extras, real *t, real *dw) {
     vec reference = v_all(lse), row_delta = v_all(delta);
     for (int64_t c = begin; c < end; c += LANES) {
-        vec score = v_load(t + c), p = v_weight(v_sub(score, reference), v_zero()), w = p, d = v_load(dw + c);
+        vec score = v_load(t + c), p = v_weight(v_sub(score, reference), v_zero()), d = v_load(dw + c);
+        if (masks) p = v_mul(p, v_all(factor)); /* else it is 1 */
+        vec w = p;
         if (extras.d_weights != NULL) d = v_add(d, v_load(extras.d_weights + c));
         if (extras.dropped != NULL) {
             vec z = v_load(extras.dropped + c);
@@ -191,16 +196,14 @@ INLINE tile_scratch tile_scratch_of(void *scratch) {
     return (tile_scratch){weights, d_scores, bias, bias + 2 * CUT, bias + 2 * CUT + PANEL};
 }
 
-/* A lone key weighs 1 even if its score is no number, and its score has no gradient. */
+/* A lone key weighs 1 even if its score is no number, and its score has no gradient, whatever its value's is. */
 static __attribute__((noinline)) void settle_sole_key(const attn_row_block *block, const attn_keys *keys, int64_t r,
                                                       row_extras extras, real *weights, real *d_scores) {
     const attn_rows *rows = &block->rows;
-    real lse = ((const real *)block->lse)[r];
-    if (lse == (real)INFINITY || (lse < LSE_LIMIT && lse > -LSE_LIMIT)) return;
     int64_t key = rapt_sole_key(rows->problem, rows->n, row_head(rows, r), row_query(rows, r)) - keys->first_key;
     if (key < 0 || key >= keys->keys) return;
     weights[r * PANEL + key] = extras.dropped != NULL ? extras.dropped[key] : 1;
-    d_scores[r * PANEL + key] = 0;
+    d_scores[r * PANEL + key] = (real)-0.0; /* as if masked: what its key and query are does not matter */
 }
 
 /* W and dS of rows [first, first + count) in the columns of the range, 0 outside it. */
@@ -210,6 +213,7 @@ INLINE void gradient_rows(const attn_row_block *block, const attn_key_block *key
     const attn_rows *rows = &block->rows;
     const attn_keys *keys = &key_block->keys;
     const attn_problem *p = rows->problem;
+    bool has_trouble = block->has_odd_lse || !block->is_finite || !key_block->is_finite;
     if (range.begin < range.end) {
         tile_product(first, count, p->dim, block->q, key_block->k, range.begin, range.end, tile.weights);
         tile_product(first, count, p->value_dim, block->d_out, key_block->v, range.begin, range.end, tile.d_scores);
@@ -229,18 +233,47 @@ INLINE void gradient_rows(const attn_row_block *block, const attn_key_block *key
         }
         if (masks && range.begin < range.end) {
             mask_row(rows, keys, r, range.begin, range.end, padding, tile.bias, t);
-            gradient_row(range.begin, range.end, lse, delta, true, extras, t, dw);
-            if (block->has_odd_lse) settle_sole_key(block, keys, r, extras, tile.weights, tile.d_scores);
+            gradient_row(range.begin, range.end, lse, ((const real *)block->factor)[r], delta, true, extras, t, dw);
+            if (has_trouble) settle_sole_key(block, keys, r, extras, tile.weights, tile.d_scores);
         } else if (extras.dropped != NULL || extras.d_weights != NULL) {
-            gradient_row(range.begin, range.end, lse, delta, false, extras, t, dw);
+            gradient_row(range.begin, range.end, lse, 1, delta, false, extras, t, dw);
         } else {
-            gradient_row(range.begin, range.end, lse, delta, false, (row_extras){0}, t, dw);
+            gradient_row(range.begin, range.end, lse, 1, delta, false, (row_extras){0}, t, dw);
         }
         for (int64_t c = 0; c < PANEL; c += LANES) {
             if (c >= range.begin && c < range.end) continue;
             v_store(t + c, v_all((real)-0.0));
             v_store(dw + c, v_all((real)-0.0));
         }
+    }
+}
+
+/* For rows with an odd log-sum-exp, the softmax's reference and sum over the keys of a tile, as the forward finds them. */
+static void backward_odd_rows(attn_row_block *block, const attn_key_block *key_block, void *scratch) {
+    tile_scratch tile = tile_scratch_of(scratch);
+    const attn_rows *rows = &block->rows;
+    const attn_keys *keys = &key_block->keys;
+    tile_range range = tile_columns(rows, keys);
+    if (range.begin >= range.end) return;
+    padding_bias padding = load_padding(rows, keys, tile.bias + CUT);
+    tile_product(0, rows->count, rows->problem->dim, block->q, key_block->k, range.begin, range.end, tile.weights);
+    for (int64_t r = 0; r < rows->count; r++) {
+        real *t = tile.weights + r * PANEL, *reference = (real *)block->lse + r, *sum = (real *)block->factor + r,
+             added;
+        if (!block->is_odd[r]) continue;
+        mask_row(rows, keys, r, range.begin, range.end, padding, tile.bias, t);
+        if (all_masked(t, range.begin, range.end)) continue;
+        real largest = largest_score(t, range.begin, range.end);
+        real power = softmax_row(t, range.begin, range.end, largest > LOWEST ? largest : LOWEST, false, &added);
+        real higher = *reference > power ? *reference : power;
+        *sum = *sum * pow2_or_zero(*reference - higher) + added * pow2_or_zero(power - higher);
+        *reference = higher;
+    }
+}
+
+static void backward_settle_odd_rows(attn_row_block *block) {
+    for (int64_t r = 0; r < block->rows.count; r++) {
+        if (block->is_odd[r]) ((real *)block->factor)[r] = 1 / ((real *)block->factor)[r];
     }
 }
 
