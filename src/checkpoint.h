@@ -6,6 +6,7 @@
 #ifndef RAPT_CHECKPOINT_H
 #define RAPT_CHECKPOINT_H
 
+#include "mha.h"
 #include "safetensors.h"
 #include "schemes.h"
 #include "table.h"
@@ -64,6 +65,15 @@ rapt_status rapt_checkpoint_choose(rapt_context *context, const rapt_checkpoint 
                                    rapt_scheme scheme, const checkpoint_layer **layer);
 rapt_status rapt_check_prefix(rapt_context *context, const char *prefix); /* "" or one that ends in a dot */
 rapt_status rapt_check_scheme(rapt_context *context, rapt_scheme scheme);
+
+/* The layer's weights as views into the file, possibly unaligned and of several dtypes: mha_load.c */
+rapt_status rapt_mha_find_parts(rapt_context *context, const rapt_checkpoint *checkpoint, const char *prefix,
+                                rapt_scheme scheme, mha_parts *parts);
+
+/* What rapt_mha_save writes of a layer unless told otherwise; returns how many tensors that is: mha_save.c */
+enum { RAPT_LAYER_SOURCES = 10 }; /* at most: four weights, four biases, bias_k and bias_v */
+int64_t rapt_mha_list_sources(const rapt_mha *layer, const char *prefix,
+                              safetensors_source sources[RAPT_LAYER_SOURCES]);
 
 /* ---- settings that no tensor shows, as text in a file's metadata: settings_text.c ---- */
 

@@ -95,6 +95,27 @@ rapt_status rapt_mha_create_copy(rapt_context *context, const rapt_mha_config *c
 /* The same for a layer that is there and has the same parts. Cannot fail. */
 void rapt_mha_fill(rapt_context *context, rapt_mha *layer, const mha_parts *given);
 
+/* What rapt_mha_commit does: packs the weights anew and raises the version. Cannot fail. */
+void rapt_mha_pack(rapt_context *context, rapt_mha *layer);
+
+/* The fields of rapt_mha_gradients that are parameters', with the names that a layer gives those. A fused one is followed
+ * by its parts: q, k, v. */
+enum {
+    MHA_IN_WEIGHT = 0,
+    MHA_IN_BIAS = 4,
+    MHA_BIAS_K = 8,
+    MHA_BIAS_V = 9,
+    MHA_OUT_WEIGHT = 10,
+    MHA_OUT_BIAS = 11,
+    MHA_GRADIENT_FIELDS = 12,
+};
+typedef struct mha_gradient_field {
+    const char *field, *parameter;
+    size_t offset; /* in the struct */
+} mha_gradient_field;
+extern const mha_gradient_field rapt_mha_gradient_fields[MHA_GRADIENT_FIELDS];
+int rapt_mha_gradient_field_of(const char *parameter);
+
 /* bias_k and bias_v, and zeros for add_zero_attn: how many extra keys there are, their bytes, and making them. */
 int64_t rapt_mha_extra_keys(const rapt_mha_config *config);
 size_t rapt_mha_extra_bytes(const rapt_mha_config *config);

@@ -89,7 +89,7 @@ static rapt_status allocate_packed(rapt_context *context, rapt_mha *layer) {
     return RAPT_OK;
 }
 
-static void pack(rapt_context *context, rapt_mha *layer) {
+void rapt_mha_pack(rapt_context *context, rapt_mha *layer) {
     mha_projection *projections[] = {&layer->parts.q, &layer->parts.k, &layer->parts.v, &layer->parts.out};
     for (int i = 0; i < 4; i++) {
         rapt_linear_pack(context, &projections[i]->weight, &projections[i]->bias, projections[i]->packed);
@@ -108,7 +108,7 @@ rapt_status rapt_mha_commit(rapt_context *context, rapt_mha *layer) {
     if (layer == NULL) {
         status = rapt_fail(context, RAPT_ERROR_NULL, "layer is NULL");
     } else {
-        pack(context, layer);
+        rapt_mha_pack(context, layer);
     }
     return rapt_leave(context, &call, status);
 }
@@ -247,7 +247,7 @@ static rapt_status create(rapt_context *context, const rapt_mha_config *given, r
     status = make_owned(context, &config, bias, &owned, &layer);
     if (status != RAPT_OK) return status;
     draw_weights(layer, &owned);
-    pack(context, layer);
+    rapt_mha_pack(context, layer);
     *result = layer;
     return RAPT_OK;
 }
@@ -309,7 +309,7 @@ static void copy_parts(const mha_parts *given, rapt_mha *layer) {
 
 void rapt_mha_fill(rapt_context *context, rapt_mha *layer, const mha_parts *given) {
     copy_parts(given, layer);
-    pack(context, layer);
+    rapt_mha_pack(context, layer);
 }
 
 rapt_status rapt_mha_create_copy(rapt_context *context, const rapt_mha_config *config, const mha_parts *given,
@@ -367,7 +367,7 @@ static rapt_status create_from_weights(rapt_context *context, const rapt_mha_wei
         rapt_mha_destroy(layer);
         return status;
     }
-    pack(context, layer);
+    rapt_mha_pack(context, layer);
     *result = layer;
     return RAPT_OK;
 }

@@ -160,6 +160,16 @@ static rapt_status measure(rapt_context *context, const checkpoint_layer *found,
     return status == RAPT_OK ? take_biases(context, m) : status;
 }
 
+rapt_status rapt_mha_find_parts(rapt_context *context, const rapt_checkpoint *checkpoint, const char *prefix,
+                                rapt_scheme scheme, mha_parts *parts) {
+    const checkpoint_layer *found;
+    measured m;
+    rapt_status status = rapt_checkpoint_choose(context, checkpoint, prefix, scheme, &found);
+    if (status == RAPT_OK) status = measure(context, found, &m);
+    if (status == RAPT_OK) *parts = m.parts;
+    return status;
+}
+
 /* ---- heads ---- */
 
 static rapt_status check_given(rapt_context *context, const char *name, int64_t given, int64_t derived) {

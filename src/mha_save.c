@@ -3,15 +3,13 @@
 #include "json.h"
 #include "mha.h"
 
-enum { MAX_SOURCES = 10 }; /* four weights, four biases, bias_k and bias_v */
-
 typedef struct saving {
     const rapt_mha *layer;
     const rapt_layout *layout;
     const char *prefix;
     rapt_dtype dtype; /* of the file */
     int64_t count;
-    safetensors_source source[MAX_SOURCES];
+    safetensors_source source[RAPT_LAYER_SOURCES];
 } saving;
 
 static safetensors_source *add_source(saving *s, const char *name) {
@@ -63,26 +61,46 @@ static void list_biases(saving *s) {
     }
 }
 
-static rapt_status list_bias_kv(rapt_context *context, saving *s) {
+static void list_bias_kv(saving *s) {
     const rapt_tensor *bias[] = {&s->layer->parts.bias_k, &s->layer->parts.bias_v};
-    if (bias[0]->data == NULL) return RAPT_OK;
-    if (s->layout->bias_kv[0] == NULL)
-        return rapt_fail(context, RAPT_ERROR_ARGUMENT,
-                         "scheme %s has no names for the layer's bias_k and bias_v (pytorch, lucid and separate have)",
-                         rapt_scheme_name(s->layout->scheme));
+    if (bias[0]->data == NULL) return;
     for (int i = 0; i < 2; i++) { /* [1, 1, Hk*D], as PyTorch has it */
         rapt_tensor row = rapt_tensor_strided(bias[i]->data, bias[i]->dtype, 3, (int64_t[]){1, 1, bias[i]->shape[0]},
                                               (int64_t[]){0, 0, bias[i]->stride[0]});
         add_piece(add_source(s, s->layout->bias_kv[i]), &row);
     }
-    return RAPT_OK;
+}
+
+static void list_all(saving *s) {
+    list_weights(s);
+    list_biases(s);
+    list_bias_kv(s);
+}
+
+static bool inputs_have_one_size(const rapt_mha_config *c) {
+    return c->kdim == c->embed_dim && c->vdim == c->embed_dim;
+}
+
+int64_t rapt_mha_list_sources(const rapt_mha *layer, const char *prefix,
+                              safetensors_source sources[RAPT_LAYER_SOURCES]) {
+    saving s = {.layer = layer,
+                .layout = rapt_layout_to_save(RAPT_SCHEME_PYTORCH, inputs_have_one_size(&layer->config)),
+                .prefix = prefix,
+                .dtype = layer->config.dtype};
+    list_all(&s);
+    memcpy(sources, s.source, (size_t)s.count * sizeof *sources);
+    return s.count;
 }
 
 static rapt_status choose_layout(rapt_context *context, const rapt_save_options *o, saving *s) {
     const rapt_mha_config *c = &s->layer->config;
     rapt_scheme scheme = o->scheme == RAPT_SCHEME_AUTO ? RAPT_SCHEME_PYTORCH : o->scheme;
-    s->layout = rapt_layout_to_save(scheme, c->kdim == c->embed_dim && c->vdim == c->embed_dim);
-    if (s->layout != NULL) return RAPT_OK;
+    s->layout = rapt_layout_to_save(scheme, inputs_have_one_size(c));
+    if (s->layout != NULL && (s->layout->bias_kv[0] != NULL || s->layer->parts.bias_k.data == NULL)) return RAPT_OK;
+    if (s->layout != NULL)
+        return rapt_fail(context, RAPT_ERROR_ARGUMENT,
+                         "scheme %s has no names for the layer's bias_k and bias_v (pytorch, lucid and separate have)",
+                         rapt_scheme_name(scheme));
     return rapt_fail(
         context, RAPT_ERROR_ARGUMENT,
         "scheme %s has one matrix for q, k and v, but the layer's inputs differ: embed_dim %lld, kdim %lld, "
@@ -127,10 +145,8 @@ static rapt_status save(rapt_context *context, const rapt_mha *layer, const char
                 .dtype = o->set_dtype ? o->dtype : layer->config.dtype};
     status = choose_layout(context, o, &s);
     if (status != RAPT_OK) return status;
-    list_weights(&s);
-    list_biases(&s);
-    status = list_bias_kv(context, &s);
-    return status == RAPT_OK ? write(context, path, &s) : status;
+    list_all(&s);
+    return write(context, path, &s);
 }
 
 rapt_status rapt_mha_save(rapt_context *context, const rapt_mha *layer, const char *path,

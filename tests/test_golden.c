@@ -8,8 +8,8 @@
  * is part of it because a score is rounded relative to its size and exp() turns that into a relative error of a weight.
  * Masks are left out: the finite ones are small, but for -1e9, which takes its key out of the sum. A log-sum-exp may
  * differ by tolerance * max(1, largest score): it is as large as the scores. Gradients of the operator are differences of
- * products of d_out and value, times scale and key or query: they may differ relative to the largest of those. Gradients
- * of a layer are compared with the largest of all gradients of the case: some are zero but for rounding.
+ * products of d_out and value, times scale and key or query: they may differ relative to the largest of those. Those of
+ * the layer are compared with the largest of all gradients of the case: some are zero but for rounding.
  */
 #include "backward_case.h"
 

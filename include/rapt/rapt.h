@@ -924,10 +924,12 @@ RAPT_API rapt_status rapt_optimizer_create(rapt_context *context, const rapt_opt
 RAPT_API void rapt_optimizer_destroy(rapt_optimizer *optimizer);
 
 /* A parameter of the caller's and its gradient, contiguous, of the same shape and dtype; both are borrowed. Names are
- * those of a checkpoint and differ from each other. */
+ * those of a checkpoint: they differ from each other and do not begin with "optimizer.". Everything is added before the
+ * first step. The optimiser's own state is f64 for f64 parameters and f32 for all others. */
 RAPT_API rapt_status rapt_optimizer_add(rapt_context *context, rapt_optimizer *optimizer, const char *name,
                                         const rapt_tensor *parameter, const rapt_tensor *gradient);
-/* Every parameter of a layer that the gradients (borrowed) have a tensor for, named prefix + its name in the layer. */
+/* Every parameter of a layer that the gradients have a tensor for, named prefix + its name in the layer; the others stay
+ * as they are. The layer and the tensors' memory are borrowed. prefix is "" or ends in a dot, as in a checkpoint. */
 RAPT_API rapt_status rapt_optimizer_add_layer(rapt_context *context, rapt_optimizer *optimizer, const char *prefix,
                                               rapt_mha *layer, const rapt_mha_gradients *gradients);
 
@@ -936,15 +938,17 @@ RAPT_API int64_t rapt_optimizer_steps(const rapt_optimizer *optimizer); /* taken
 
 RAPT_API rapt_status rapt_optimizer_zero_gradients(rapt_context *context, rapt_optimizer *optimizer);
 /* Scales all gradients so that the norm over all of them together is at most max_norm, as clip_grad_norm_ does. *norm, if
- * not NULL, gets what it was before. */
+ * not NULL, gets what it was before. A norm that is not finite is RAPT_ERROR_ARGUMENT, and nothing is scaled. */
 RAPT_API rapt_status rapt_optimizer_clip(rapt_context *context, rapt_optimizer *optimizer, double max_norm,
                                          double *norm);
 /* Changes every parameter by its gradient, and commits the layers. */
 RAPT_API rapt_status rapt_optimizer_step(rapt_context *context, rapt_optimizer *optimizer);
 
-/* A checkpoint with all parameters under their names and the optimiser's state beside them, as rapt_safetensors_save
- * writes it; and both back into an optimiser that was built in the same way, with the layers committed. A failed load
- * changes nothing. rapt_mha_load reads the layers of such a file. */
+/* A checkpoint with the layers whole, as rapt_mha_save writes them and rapt_mha_load reads them, the other parameters
+ * under their names, and beside them the optimiser's state (optimizer.NAME.exp_avg and so on) and the number of steps;
+ * written as rapt_safetensors_save does. It goes back into an optimiser with the same parameters, of the same kind: what
+ * that changes is read, its layers are committed, and training goes on bit by bit. The settings are the caller's, the
+ * learning rate too. A failed load changes nothing. */
 RAPT_API rapt_status rapt_optimizer_save(rapt_context *context, const rapt_optimizer *optimizer, const char *path);
 RAPT_API rapt_status rapt_optimizer_load(rapt_context *context, rapt_optimizer *optimizer,
                                          const rapt_checkpoint *checkpoint);
