@@ -349,6 +349,12 @@ static rapt_context *make_context(rapt_context_config config, int threads) {
     exit(1);
 }
 
+int bench_count_shapes(const char *filter) {
+    int count = 0;
+    for (int i = 0; i < SHAPES; i++) count += strstr(shapes[i].name, filter) != NULL;
+    return count;
+}
+
 static void bench_all(const bench_settings *o, rapt_context_config config, const float *big_buffer) {
     char cpu[200];
     bool is_first = true;
@@ -366,23 +372,17 @@ static void bench_all(const bench_settings *o, rapt_context_config config, const
             printf("Rapt %s, f32, %s, %s\n%-37s %7s %14s %17s %8s  %7s\n", rapt_version(), isa, cpu, "", "threads",
                    "best time", "rate", "of limit", "slowest");
         }
-        for (int i = 0; i < SHAPES && (pass == 0 || threads > 1); i++) {
+        for (int i = 0, number = 0; i < SHAPES && (pass == 0 || threads > 1); i++) {
             if (strstr(shapes[i].name, o->filter) == NULL) continue;
-            if (o->progress != NULL) o->progress(shapes[i].name);
+            if (o->progress != NULL) o->progress(shapes[i].name, ++number, bench_count_shapes(o->filter), threads);
             result r = bench_shape(context, &shapes[i], o->seconds, big_buffer);
-            if (o->progress != NULL) o->progress(NULL);
+            if (o->progress != NULL) o->progress(NULL, number, 0, threads);
             print_result(o, &shapes[i], &r, threads, is_first);
             is_first = false;
         }
         rapt_context_destroy(context);
     }
     if (o->json) printf("\n]}\n");
-}
-
-bool bench_has_shape(const char *filter) {
-    for (int i = 0; i < SHAPES; i++)
-        if (strstr(shapes[i].name, filter) != NULL) return true;
-    return false;
 }
 
 void bench_run(const bench_settings *o) {

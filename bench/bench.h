@@ -11,10 +11,11 @@ typedef struct bench_settings {
     const char *filter; /* part of a shape's name; "" for all */
     double seconds;     /* for each shape */
     bool json, serve;
-    void (*progress)(const char *shape); /* before each shape, and with NULL after it; may be NULL */
+    /* Before each shape, the number-th of `count` on so many threads, and with NULL after it; may be NULL. */
+    void (*progress)(const char *shape, int number, int count, int threads);
 } bench_settings;
 
-bool bench_has_shape(const char *filter);
+int bench_count_shapes(const char *filter); /* whose name has it in it */
 
 /* Prints to stdout as it goes. Ends the program with status 1 when something fails. */
 void bench_run(const bench_settings *settings);

@@ -2,7 +2,8 @@
 #
 # -ffp-contract=off: a fused multiply-add is written out where one is meant; the compiler's own choice would change bits
 # with the flags. -fno-math-errno only frees sqrt and fma to become instructions. Never -ffast-math: it breaks
-# infinities and NaN. CMake itself adds -O3 to a Release build.
+# infinities and NaN. -fno-semantic-interposition: gcc may inline exported functions of ours, too (clang does anyway).
+# CMake itself adds -O3 to a Release build.
 function(rapt_compile_options target)
   set_target_properties(${target} PROPERTIES
     C_STANDARD 17
@@ -10,7 +11,8 @@ function(rapt_compile_options target)
     C_EXTENSIONS OFF
     C_VISIBILITY_PRESET hidden
     POSITION_INDEPENDENT_CODE ON)
-  target_compile_options(${target} PRIVATE -ffp-contract=off -fno-math-errno -Wall -Wextra -Wshadow -Wconversion)
+  target_compile_options(${target} PRIVATE -ffp-contract=off -fno-math-errno -fno-semantic-interposition
+                                           -Wall -Wextra -Wshadow -Wconversion)
   if(RAPT_WERROR)
     target_compile_options(${target} PRIVATE -Werror)
   endif()

@@ -284,11 +284,11 @@ rapt_status rapt_check_all_apart(rapt_context *context, const rapt_options *o, i
 
 /* ---- the operator ---- */
 
-static rapt_view view_of(const rapt_tensor *tensor) {
-    rapt_tensor normalised = rapt_normalised(tensor);
-    rapt_view view = {.data = tensor->data};
-    for (int32_t d = 0; d < 4; d++) view.stride[d] = normalised.stride[d];
-    return view;
+/* As rapt_normalised, of a tensor with four dimensions. */
+static void set_view(const rapt_tensor *tensor, rapt_view *view) {
+    bool is_empty = rapt_tensor_count(tensor) == 0;
+    view->data = tensor->data;
+    for (int32_t d = 0; d < 4; d++) view->stride[d] = is_empty || tensor->shape[d] == 1 ? 0 : tensor->stride[d];
 }
 
 static rapt_status check_size(rapt_context *context, const char *name, const rapt_tensor *tensor, int32_t dim,
@@ -376,15 +376,15 @@ rapt_status rapt_attn_tensors(rapt_context *context, const rapt_tensor *query, c
                         .heads = query->shape[1],
                         .queries = query->shape[2],
                         .dim = query->shape[3],
-                        .value_dim = out->shape[3],
-                        .q = view_of(query),
-                        .out = view_of(out)};
+                        .value_dim = out->shape[3]};
     p->scale = 1 / sqrt((double)p->dim);
+    set_view(query, &p->q);
+    set_view(out, &p->out);
     if (has_keys) {
         p->kv_heads = key->shape[1];
         p->keys = key->shape[2];
-        p->k = view_of(key);
-        p->v = view_of(value);
+        set_view(key, &p->k);
+        set_view(value, &p->v);
     } else if (cache != NULL) {
         p->kv_heads = cache->config.num_kv_heads;
     }

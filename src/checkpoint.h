@@ -63,6 +63,9 @@ rapt_status rapt_checkpoint_find_layers(rapt_context *context, rapt_checkpoint *
 /* The one layer with this prefix (NULL: any) and scheme (RAPT_SCHEME_AUTO: any). */
 rapt_status rapt_checkpoint_choose(rapt_context *context, const rapt_checkpoint *checkpoint, const char *prefix,
                                    rapt_scheme scheme, const checkpoint_layer **layer);
+/* How many tensors below the layer's prefix may change what it computes and are not in its layout; the first of them. */
+int64_t rapt_checkpoint_count_extra(const rapt_checkpoint *checkpoint, const checkpoint_layer *layer,
+                                    const checkpoint_tensor **first);
 rapt_status rapt_check_prefix(rapt_context *context, const char *prefix); /* "" or one that ends in a dot */
 rapt_status rapt_check_scheme(rapt_context *context, rapt_scheme scheme);
 

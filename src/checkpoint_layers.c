@@ -234,3 +234,20 @@ rapt_status rapt_checkpoint_choose(rapt_context *context, const rapt_checkpoint 
     *chosen = first;
     return RAPT_OK;
 }
+
+/* ---- what else is below a prefix ---- */
+
+int64_t rapt_checkpoint_count_extra(const rapt_checkpoint *checkpoint, const checkpoint_layer *layer,
+                                    const checkpoint_tensor **first) {
+    const rapt_table *tensors = &checkpoint->tensors;
+    int64_t count = 0;
+    *first = NULL;
+    for (size_t i = rapt_table_first_from(tensors, layer->prefix); i < tensors->count; i++) {
+        const checkpoint_tensor *tensor = tensors->index[i];
+        if (strncmp(tensor->name, layer->prefix, layer->prefix_length) != 0) break;
+        const char *name = tensor->name + layer->prefix_length;
+        if (rapt_layout_has(layer->layout, name) || rapt_is_bystander(name)) continue;
+        if (count++ == 0) *first = tensor;
+    }
+    return count;
+}

@@ -35,13 +35,21 @@ typedef struct rapt_arena {
     size_t capacity, used;
 } rapt_arena;
 
-size_t rapt_arena_size(size_t bytes);
+static inline size_t rapt_arena_size(size_t bytes) {
+    return bytes > SIZE_MAX - RAPT_ALIGNMENT ? SIZE_MAX : (bytes + RAPT_ALIGNMENT - 1) & ~(size_t)(RAPT_ALIGNMENT - 1);
+}
 bool rapt_arena_reserve(rapt_arena *arena, const rapt_allocator *allocator, size_t bytes);
 void *rapt_arena_take(rapt_arena *arena, size_t bytes);
 
 /* Byte counts that overflow stick at SIZE_MAX, which no allocator grants: one check at the reservation is enough. */
-size_t rapt_size_add(size_t a, size_t b);
-size_t rapt_size_mul(size_t a, size_t b);
+static inline size_t rapt_size_add(size_t a, size_t b) {
+    size_t sum;
+    return __builtin_add_overflow(a, b, &sum) ? SIZE_MAX : sum;
+}
+static inline size_t rapt_size_mul(size_t a, size_t b) {
+    size_t product;
+    return __builtin_mul_overflow(a, b, &product) ? SIZE_MAX : product;
+}
 
 /* ---- the context: context.c ---- */
 

@@ -29,14 +29,6 @@ void rapt_release(const rapt_allocator *allocator, void *pointer, size_t size) {
     if (pointer != NULL) allocator->release(allocator->user, pointer, size == 0 ? 1 : size);
 }
 
-size_t rapt_size_add(size_t a, size_t b) { return a > SIZE_MAX - b ? SIZE_MAX : a + b; }
-
-size_t rapt_size_mul(size_t a, size_t b) { return b != 0 && a > SIZE_MAX / b ? SIZE_MAX : a * b; }
-
-size_t rapt_arena_size(size_t bytes) {
-    return bytes > SIZE_MAX - RAPT_ALIGNMENT ? SIZE_MAX : (bytes + RAPT_ALIGNMENT - 1) & ~(size_t)(RAPT_ALIGNMENT - 1);
-}
-
 bool rapt_arena_reserve(rapt_arena *arena, const rapt_allocator *allocator, size_t bytes) {
     if (bytes <= arena->capacity) return true;
     /* The new block first: if there is none, the old one stays for smaller calls. */

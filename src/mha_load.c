@@ -170,6 +170,17 @@ rapt_status rapt_mha_find_parts(rapt_context *context, const rapt_checkpoint *ch
     return status;
 }
 
+static rapt_status refuse_extra(rapt_context *context, const rapt_checkpoint *checkpoint,
+                                const checkpoint_layer *found) {
+    const checkpoint_tensor *extra;
+    if (rapt_checkpoint_count_extra(checkpoint, found, &extra) == 0) return RAPT_OK;
+    char name[RAPT_SHOWN_SIZE];
+    return rapt_fail(context, RAPT_ERROR_UNSUPPORTED,
+                     "tensor '%s' has no place in a layer of %s names, and may change what it computes (ignore_extra "
+                     "leaves it out)",
+                     rapt_shown(extra->name, name), rapt_scheme_name(found->layout->scheme));
+}
+
 /* ---- heads ---- */
 
 static rapt_status check_given(rapt_context *context, const char *name, int64_t given, int64_t derived) {
@@ -250,6 +261,8 @@ static rapt_status describe(rapt_context *context, const rapt_checkpoint *checkp
     bool has_heads = c.num_heads != RAPT_DEFAULT;
     if (status == RAPT_OK && has_heads) status = divide_heads(context, &m, c.num_heads, &c);
     if (status != RAPT_OK) return status;
+    const checkpoint_tensor *extra;
+    int64_t num_extra = rapt_checkpoint_count_extra(checkpoint, found, &extra);
     *info = (rapt_layer_info){.prefix = found->prefix,
                               .scheme = found->layout->scheme,
                               .dtype = m.parts.q.weight.dtype,
@@ -263,7 +276,9 @@ static rapt_status describe(rapt_context *context, const rapt_checkpoint *checkp
                               .head_dim = has_heads ? c.head_dim : 0,
                               .bias = has_bias(&m.parts),
                               .bias_kv = m.parts.bias_k.data != NULL,
-                              .num_parameters = m.parameters};
+                              .num_parameters = m.parameters,
+                              .num_extra = num_extra,
+                              .extra = extra == NULL ? NULL : extra->name};
     return RAPT_OK;
 }
 
@@ -317,6 +332,7 @@ static rapt_status load(rapt_context *context, const rapt_checkpoint *checkpoint
     measured m;
     status = rapt_checkpoint_choose(context, checkpoint, o->prefix, o->scheme, &found);
     if (status == RAPT_OK) status = measure(context, found, &m);
+    if (status == RAPT_OK && !o->ignore_extra) status = refuse_extra(context, checkpoint, found);
     if (status != RAPT_OK) return status;
     rapt_mha_config c = rapt_mha_config_default(m.embed_dim, RAPT_DEFAULT), settled;
     c.kdim = m.kdim;
@@ -382,6 +398,7 @@ static rapt_status load_into(rapt_context *context, const rapt_checkpoint *check
         return rapt_fail(context, RAPT_ERROR_STATE, "the layer borrows its weights, expected one that owns them");
     rapt_status status = rapt_checkpoint_choose(context, checkpoint, prefix, scheme, &found);
     if (status == RAPT_OK) status = measure(context, found, &m);
+    if (status == RAPT_OK) status = refuse_extra(context, checkpoint, found);
     if (status == RAPT_OK) status = check_same_shapes(context, &m, layer);
     if (status == RAPT_OK) rapt_mha_fill(context, layer, &m.parts);
     return status;

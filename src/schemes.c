@@ -58,6 +58,33 @@ const char *rapt_scheme_name(rapt_scheme scheme) {
     return NULL;
 }
 
+bool rapt_layout_has(const rapt_layout *layout, const char *name) {
+    for (int i = 0; i < 4; i++) {
+        if (layout->weight[i] != NULL && strcmp(layout->weight[i], name) == 0) return true;
+        if (layout->bias[i] != NULL && strcmp(layout->bias[i], name) == 0) return true;
+    }
+    for (int i = 0; i < 2; i++)
+        if (layout->bias_kv[i] != NULL && strcmp(layout->bias_kv[i], name) == 0) return true;
+    return false;
+}
+
+bool rapt_is_bystander(const char *name) {
+    /* GPT-2's causal masks, and what an example keeps with its layer */
+    static const char *const names[] = {"bias", "masked_bias", "input",           "query",
+                                        "key",  "value",       "expected_output", "expected_weights"};
+    /* norms before and after the layer, as BERT and ESM have them */
+    static const char *const beginnings[] = {"LayerNorm.", "output.LayerNorm."};
+    /* tables of rotary positions, which the caller's options describe */
+    static const char *const parts[] = {"rotary_", "rope.", "inv_freq"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (strcmp(name, names[i]) == 0) return true;
+    for (size_t i = 0; i < sizeof beginnings / sizeof *beginnings; i++)
+        if (strncmp(name, beginnings[i], strlen(beginnings[i])) == 0) return true;
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
+        if (strstr(name, parts[i]) != NULL) return true;
+    return false;
+}
+
 bool rapt_is_scheme(rapt_scheme scheme) { return rapt_scheme_name(scheme) != NULL; }
 
 const rapt_layout *rapt_layout_to_save(rapt_scheme scheme, bool inputs_have_one_size) {

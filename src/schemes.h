@@ -16,6 +16,9 @@ typedef struct rapt_layout {
 enum { RAPT_LAYOUTS = 12 };
 extern const rapt_layout rapt_layouts[RAPT_LAYOUTS];
 
+bool rapt_layout_has(const rapt_layout *layout, const char *name); /* as one of its names */
+/* Whether a tensor of that name below a layer's prefix does not take part in what the layer computes. */
+bool rapt_is_bystander(const char *name);
 bool rapt_is_scheme(rapt_scheme scheme); /* RAPT_SCHEME_AUTO too */
 /* The layout to save under: fused if the three projections read inputs of one size and the scheme knows how. NULL if
  * the scheme has only a fused one and the sizes differ. */

@@ -67,13 +67,20 @@ const void *rapt_table_sort_by_name(rapt_table *t) {
     return NULL;
 }
 
-const void *rapt_table_find(const rapt_table *t, const char *name) {
-    for (size_t low = 0, high = t->count; low < high;) {
+size_t rapt_table_first_from(const rapt_table *t, const char *name) {
+    size_t low = 0, high = t->count;
+    while (low < high) {
         size_t middle = low + (high - low) / 2;
-        int order = strcmp(name, rapt_table_name(t->index[middle]));
-        if (order == 0) return t->index[middle];
-        if (order < 0) high = middle;
-        if (order > 0) low = middle + 1;
+        if (strcmp(rapt_table_name(t->index[middle]), name) < 0) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
     }
-    return NULL;
+    return low;
+}
+
+const void *rapt_table_find(const rapt_table *t, const char *name) {
+    size_t first = rapt_table_first_from(t, name);
+    return first < t->count && strcmp(rapt_table_name(t->index[first]), name) == 0 ? t->index[first] : NULL;
 }

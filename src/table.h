@@ -28,6 +28,8 @@ typedef int (*rapt_comparison)(const void *a, const void *b);
 void rapt_table_sort(rapt_table *table, rapt_comparison compare);
 /* By name; returns the second of two items that share one, or NULL. */
 const void *rapt_table_sort_by_name(rapt_table *table);
+/* The first place in the index, which must be sorted by name, whose name is not before the given one; count if none. */
+size_t rapt_table_first_from(const rapt_table *table, const char *name);
 /* NULL if there is none. The index must be sorted by name. */
 const void *rapt_table_find(const rapt_table *table, const char *name);
 

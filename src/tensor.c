@@ -128,8 +128,8 @@ static bool byte_range(const rapt_tensor *tensor, int64_t *low, int64_t *high) {
         int64_t reach;
         if (tensor->shape[d] > 1 && tensor->stride[d] == INT64_MIN) return false; /* has no magnitude */
         if (__builtin_mul_overflow(tensor->stride[d], tensor->shape[d] - 1, &reach)) return false;
-        int64_t *end = reach < 0 ? &lowest : &highest;
-        if (__builtin_add_overflow(*end, reach, end)) return false;
+        if (__builtin_add_overflow(lowest, reach < 0 ? reach : 0, &lowest)) return false;
+        if (__builtin_add_overflow(highest, reach > 0 ? reach : 0, &highest)) return false;
     }
     int64_t length;
     if (__builtin_add_overflow(highest, (int64_t)1, &highest) || __builtin_mul_overflow(highest, size, high))
@@ -191,26 +191,26 @@ typedef struct sorted_dims {
     int64_t stride[RAPT_MAX_DIMS], shape[RAPT_MAX_DIMS];
 } sorted_dims;
 
-static sorted_dims sort_dims(const rapt_tensor *tensor) {
-    sorted_dims sorted = {0};
+static void sort_dims(const rapt_tensor *tensor, sorted_dims *sorted) {
+    sorted->count = 0;
     for (int32_t d = 0; d < tensor->ndim; d++) {
         if (tensor->shape[d] <= 1) continue;
         int64_t stride = tensor->stride[d] < 0 ? -tensor->stride[d] : tensor->stride[d];
-        int32_t at = sorted.count++;
-        for (; at > 0 && sorted.stride[at - 1] > stride; at--) {
-            sorted.stride[at] = sorted.stride[at - 1];
-            sorted.shape[at] = sorted.shape[at - 1];
+        int32_t at = sorted->count++;
+        for (; at > 0 && sorted->stride[at - 1] > stride; at--) {
+            sorted->stride[at] = sorted->stride[at - 1];
+            sorted->shape[at] = sorted->shape[at - 1];
         }
-        sorted.stride[at] = stride;
-        sorted.shape[at] = tensor->shape[d];
+        sorted->stride[at] = stride;
+        sorted->shape[at] = tensor->shape[d];
     }
-    return sorted;
 }
 
 rapt_status rapt_check_output(rapt_context *context, const char *name, const rapt_tensor *tensor) {
     rapt_status status = rapt_check_tensor(context, name, tensor);
     if (status != RAPT_OK || rapt_tensor_count(tensor) == 0) return status;
-    sorted_dims dims = sort_dims(tensor);
+    sorted_dims dims;
+    sort_dims(tensor, &dims);
     int64_t reach = 0; /* of the dimensions so far: the next stride must step over it */
     for (int32_t d = 0; d < dims.count; d++) {
         if (dims.stride[d] <= reach) {
@@ -233,7 +233,8 @@ rapt_status rapt_check_rank(rapt_context *context, const char *name, const rapt_
 
 /* Length in bytes of the contiguous runs that a view consists of; the strides between runs go into *period by gcd. */
 static int64_t run_bytes(const rapt_tensor *tensor, int64_t *period) {
-    sorted_dims dims = sort_dims(tensor);
+    sorted_dims dims;
+    sort_dims(tensor, &dims);
     int64_t size = (int64_t)rapt_dtype_size(tensor->dtype), run = size;
     int32_t d = 0;
     while (d < dims.count && dims.stride[d] * size == run) run *= dims.shape[d++];

@@ -583,6 +583,44 @@ static void test_refusals(void **state) {
     rapt_mha_destroy(layer);
 }
 
+/* Views without strides have any size in little memory. Sizes whose products overflow are refused before anything is
+ * computed with them, by caches of either kind, and nothing is appended. */
+static void test_too_large_to_append(void **state) {
+    (void)state;
+    enum { E = 16, H = 2 };
+    rapt_mha_config config = rapt_mha_config_default(E, H);
+    config.batch_first = true;
+    rapt_mha *layer = create_random(&config);
+    float row[E] = {0};
+    for (int window = 0; window <= 4; window += 4) {
+        rapt_cache_config settings = rapt_cache_config_default(2, window > 0 ? INT64_MAX : 10);
+        settings.window = window;
+        rapt_cache *cache = make_cache(layer, settings);
+        const struct {
+            int64_t batch, length;
+            const char *text;
+        } rows[] = {
+            {2, (int64_t)1 << 54, "N 2, L 18014398509481984, S 18014398509481984 with 2 heads of 8"},
+            {2, INT64_MAX / 64 / E / 2 + 1, "the call is too large: N 2"},
+            {1, INT64_MAX / 4 / E, "the call is too large: N 1"},
+            {(int64_t)1 << 30, (int64_t)1 << 26, "the call is too large: N 1073741824"},
+            {2, INT64_MAX, "key"}, /* the tensor itself cannot be counted */
+        };
+        for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+            int64_t shape[3] = {rows[i].batch, rows[i].length, E}, stride[3] = {0, 0, 1};
+            rapt_tensor x = rapt_tensor_strided(row, RAPT_F32, 3, shape, stride);
+            assert_refused(rapt_mha_append(context, layer, &x, &x, cache, NULL), RAPT_ERROR_OVERFLOW, rows[i].text);
+            assert_int_equal(rapt_cache_length(cache, 0), 0);
+        }
+        int64_t most[3] = {2, INT64_MAX / 64 / E / 2, E}, stride[3] = {0, 0, 1};
+        rapt_tensor x = rapt_tensor_strided(row, RAPT_F32, 3, most, stride);
+        if (window == 0) /* the largest that can be counted is only too much for the cache */
+            assert_refused(rapt_mha_append(context, layer, &x, &x, cache, NULL), RAPT_ERROR_STATE, "do not fit");
+        rapt_cache_destroy(cache);
+    }
+    rapt_mha_destroy(layer);
+}
+
 int main(void) {
     skip_without_forced_isa();
     const struct CMUnitTest tests[] = {
@@ -596,6 +634,7 @@ int main(void) {
         cmocka_unit_test(test_rolled_back_rings),
         cmocka_unit_test(test_values_behind_the_window),
         cmocka_unit_test(test_refusals),
+        cmocka_unit_test(test_too_large_to_append),
     };
     return cmocka_run_group_tests(tests, make_cpu_context, destroy_shared_context);
 }

@@ -281,6 +281,9 @@ static void test_layers_are_found(void **state) {
             options.prefix = info.prefix;
             options.scheme = info.scheme;
             options.num_heads = 2;
+            /* Of two schemes at one place, each has a tensor too many for the other. */
+            options.ignore_extra = strcmp(files[f].found, "|separate;|llama;") == 0;
+            assert_int_equal(info.num_extra, options.ignore_extra ? 1 : 0);
             rapt_mha *layer;
             assert_ok(context, rapt_mha_load(context, checkpoint, &options, &layer));
             rapt_mha_destroy(layer);

@@ -53,7 +53,9 @@ static void set_gpt2(void) {
     specs[Q] = (spec){"a.c_attn.weight", RAPT_F32, {E, 10}}; /* in, q|k|v */
     specs[K] = (spec){"a.c_attn.bias", RAPT_F32, {10}};
     specs[V] = (spec){"a.c_proj.weight", RAPT_F32, {E, E}};
-    specs[O] = (spec){"a.mlp.c_proj.weight", RAPT_F32, {E, 9}};
+    specs[O] = (spec){"b.c_proj.weight", RAPT_F32, {E, 9}};
+    specs[Q_BIAS].name = "a.bias"; /* a mask */
+    specs[O_BIAS].name = "a.c_proj.bias";
 }
 
 static void set_pytorch(void) {
@@ -63,6 +65,8 @@ static void set_pytorch(void) {
     specs[V] = (spec){"a.out_proj.weight", RAPT_F32, {E, E}};
     specs[O] = (spec){"a.bias_k", RAPT_F32, {1, 1, 2}};
     specs[SPARE] = (spec){"a.bias_v", RAPT_F32, {1, 1, 2}};
+    specs[Q_BIAS].name = "q_proj.bias";
+    specs[O_BIAS].name = "a.out_proj.bias";
 }
 
 #define ROW(set, status, text, ...)                                                                                    \
@@ -160,7 +164,8 @@ static void test_choice(void **state) {
     LLAMA(ERROR_ARGUMENT,
           "the layer 'a.' is there by the names of separate (q_proj.weight) and of llama (q_proj.weight): choose one",
           specs[SPARE] = (spec){"a.out_proj.weight", RAPT_F32, {E, E}});
-    LLAMA(OK, "", specs[SPARE] = (spec){"a.out_proj.weight", RAPT_F32, {E, E}}, options.scheme = RAPT_SCHEME_SEPARATE);
+    LLAMA(OK, "", specs[SPARE] = (spec){"a.out_proj.weight", RAPT_F32, {E, E}}, options.scheme = RAPT_SCHEME_SEPARATE,
+          options.ignore_extra = true);
     LLAMA(ERROR_ARGUMENT, "prefix is 'a', expected one that ends in a dot, or \"\"", options.prefix = "a");
     LLAMA(ERROR_ARGUMENT, "prefix is not valid UTF-8", options.prefix = "\xff.");
     LLAMA(ERROR_ARGUMENT, "scheme is 10, which is no rapt_scheme", options.scheme = (rapt_scheme)10);
@@ -209,6 +214,71 @@ static void test_metadata(void **state) {
     assert_message("index is 1, the checkpoint has 1 attention layers");
     assert_int_equal(rapt_checkpoint_layer(context, checkpoint, -1, &info), RAPT_ERROR_ARGUMENT);
     rapt_checkpoint_close(checkpoint);
+}
+
+/* What else may stand below a layer's prefix, and what not. */
+static void test_extra_tensors(void **state) {
+    (void)state;
+    const char *const refused[] = {"a.q_norm.weight",
+                                   "a.k_norm.weight",
+                                   "a.q_layernorm.bias",
+                                   "a.k_layernorm.weight",
+                                   "a.q_layernorm.norms.0.weight",
+                                   "a.attn_sub_norm.weight",
+                                   "a.norm.weight",
+                                   "a.sinks",
+                                   "a.q_proj.lora_A.weight",
+                                   "a.q_proj.weight_scale",
+                                   "a.relative_position_bias_table",
+                                   "a.self.distance_embedding.weight",
+                                   "a.bias_k",
+                                   "a.o_proj",
+                                   "a.mlp.gate_proj.weight",
+                                   "a."};
+    const char *const harmless[] = {"a.rotary_emb.inv_freq",
+                                    "a.rotary_emb.cos_cached",
+                                    "a.self.rotary_embeddings.inv_freq",
+                                    "a.inner_attention.rope.freqs",
+                                    "a.bias",
+                                    "a.masked_bias",
+                                    "a.LayerNorm.weight",
+                                    "a.output.LayerNorm.bias",
+                                    "a.input",
+                                    "a.query",
+                                    "a.expected_output",
+                                    "q_norm.weight",
+                                    "a",
+                                    "ab.q_norm.weight",
+                                    "b.a.q_norm.weight"};
+    rapt_layer_info info;
+    for (size_t i = 0; i < sizeof refused / sizeof *refused; i++) {
+        char text[160];
+        snprintf(text, sizeof text, "tensor '%s' has no place in a layer of llama names", refused[i]);
+        LLAMA(ERROR_UNSUPPORTED, text, NAMED(SPARE, refused[i]));
+        LLAMA(ERROR_UNSUPPORTED, "(ignore_extra leaves it out)", NAMED(SPARE, refused[i]), options.prefix = "a.");
+        rapt_checkpoint *checkpoint = open_checkpoint(in_folder("model.safetensors"));
+        info = layer_info(checkpoint, 0);
+        assert_string_equal(info.extra, refused[i]);
+        assert_int_equal(info.num_extra, 1);
+        rapt_checkpoint_close(checkpoint);
+        LLAMA(OK, "", NAMED(SPARE, refused[i]), options.ignore_extra = true);
+    }
+    for (size_t i = 0; i < sizeof harmless / sizeof *harmless; i++) {
+        LLAMA(OK, "", NAMED(SPARE, harmless[i]));
+        rapt_checkpoint *checkpoint = open_checkpoint(in_folder("model.safetensors"));
+        info = layer_info(checkpoint, 0);
+        assert_null(info.extra);
+        assert_int_equal(info.num_extra, 0);
+        rapt_checkpoint_close(checkpoint);
+    }
+    /* At the top of a file everything is below the prefix. Other mistakes come first. */
+    LLAMA(ERROR_UNSUPPORTED, "tensor 'k_norm.weight' has no place", NAMED(Q, "q_proj.weight"),
+          NAMED(K, "k_proj.weight"), NAMED(V, "v_proj.weight"), NAMED(O, "o_proj.weight"),
+          NAMED(Q_BIAS, "q_norm.weight"), NAMED(O_BIAS, "k_norm.weight"), NAMED(SPARE, "input"));
+    rapt_checkpoint *checkpoint = open_checkpoint(in_folder("model.safetensors"));
+    assert_int_equal(layer_info(checkpoint, 0).num_extra, 2);
+    rapt_checkpoint_close(checkpoint);
+    LLAMA(ERROR_SHAPE, "tensor 'a.q_proj.weight' has shape [4, 6]", NAMED(SPARE, "a.sinks"), SHAPED(Q, 4, E));
 }
 
 static void test_null_arguments(void **state) {
@@ -292,8 +362,8 @@ static void test_load_into(void **state) {
     INTO(ERROR_ABSENT, "no attention layer 'b.'", options.prefix = "b.");
     INTO(ERROR_ARGUMENT, "ends in a dot", options.prefix = "a");
     INTO(ERROR_ARGUMENT, "no rapt_scheme", options.scheme = (rapt_scheme)77);
+    INTO(ERROR_UNSUPPORTED, "tensor 'a.q_norm.weight' has no place", NAMED(SPARE, "a.q_norm.weight"));
     set_pytorch(); /* the layer has no bias_k */
-    specs[Q_BIAS].name = "a.out_proj.bias";
     refuse_into(layer, RAPT_ERROR_SHAPE, "the checkpoint has k_proj.bias and the layer has not");
     rapt_mha_config config = rapt_mha_config_default(E, H);
     config.num_kv_heads = 1;
@@ -548,6 +618,7 @@ int main(void) {
         cmocka_unit_test(test_heads),
         cmocka_unit_test(test_choice),
         cmocka_unit_test(test_metadata),
+        cmocka_unit_test(test_extra_tensors),
         cmocka_unit_test(test_null_arguments),
         cmocka_unit_test(test_load_into),
         cmocka_unit_test(test_broken_files_change_nothing),

@@ -548,8 +548,12 @@ RAPT_API rapt_status rapt_safetensors_save(rapt_context *context, const char *pa
  *     bert        self.{query,key,value} and output.dense, each .weight and .bias
  *     gpt2        c_attn, stored [in, q|k|v], and c_proj, stored [in, out], each .weight and .bias
  *
- * A layer is where all the weights of a scheme are. Other tensors below its prefix are left alone: rotary positions and
- * norms are the model's business, not the layer's.
+ * A layer is where all the weights of a scheme are. What else stands below its prefix is looked at by name. Norms around
+ * the layer (LayerNorm, output.LayerNorm), tables of rotary positions and of causal masks (rotary_emb.inv_freq, bias,
+ * masked_bias) and an example's data (input, query, key, value, expected_*) are left alone: they are the model's
+ * business. Any other tensor may belong to what the layer computes, such as the norms of queries and keys in Qwen 3
+ * (q_norm, k_norm), relative positions or the factors of LoRA. Without it the numbers would be wrong, so the layer is
+ * refused with RAPT_ERROR_UNSUPPORTED and the tensor's name, unless ignore_extra says that this is meant.
  */
 typedef enum rapt_scheme {
     RAPT_SCHEME_AUTO = 0,
@@ -593,7 +597,9 @@ typedef struct rapt_layer_info {
     int64_t num_heads, num_kv_heads, head_dim;
     bool bias, bias_kv;
     int64_t num_parameters;
-    uint64_t reserved[8];
+    int64_t num_extra; /* tensors for which rapt_mha_load refuses the layer unless they are ignored */
+    const char *extra; /* the whole name of one, NULL: there is none. Lives as long as the checkpoint */
+    uint64_t reserved[6];
 } rapt_layer_info;
 
 /* Layers come in the order of their prefixes, with numbers counted: h.2. before h.10. One that has all its names is
@@ -614,6 +620,7 @@ typedef struct rapt_load_options {
     bool ignore_metadata; /* as if Rapt had written nothing into the file; else the settings below add to that */
     bool batch_first, causal, add_zero_attn, set_scale;
     double scale, dropout;
+    bool ignore_extra; /* load the layer without tensors below its prefix that it may need */
 } rapt_load_options;
 
 static inline rapt_load_options rapt_load_options_default(void) {
@@ -629,7 +636,8 @@ RAPT_API rapt_status rapt_mha_load(rapt_context *context, const rapt_checkpoint 
                                    const rapt_load_options *options, rapt_mha **layer);
 
 /* The weights alone, into a layer of the same shapes and biases that owns its memory, converted to its dtype and
- * committed. prefix NULL and RAPT_SCHEME_AUTO as above. A failed call leaves the layer as it was. */
+ * committed. prefix NULL and RAPT_SCHEME_AUTO as above; extra tensors are always refused. A failed call leaves the
+ * layer as it was. */
 RAPT_API rapt_status rapt_mha_load_into(rapt_context *context, const rapt_checkpoint *checkpoint, const char *prefix,
                                         rapt_scheme scheme, rapt_mha *layer);
 

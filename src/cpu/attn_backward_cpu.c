@@ -147,7 +147,6 @@ static void prepare_rows(const backward_job *job, const backward_unit *unit, int
     attn_row_block *block = &unit->rows[b];
     *block = row_block_at(plan, unit->row_memory + (size_t)b * plan->row_bytes, rows);
     job->kernels->backward_rows(job->gradients, block, lane_scratch(job, lane));
-    memset(block->d_q, 0, plan->real * (size_t)plan->q_reals);
 }
 
 /* Key block b of the unit, in slot `slot` of its memory. */

@@ -119,76 +119,76 @@ static bool reads_in_place(const attn_problem *p, int64_t rows) {
     return plain && real && rows <= IN_PLACE_ROWS && p->dim % COLUMNS == 0 && p->value_dim % COLUMNS == 0;
 }
 
-static attn_plan make_plan(const rapt_context *context, const attn_problem *p) {
-    attn_plan plan = {.group = p->heads / p->kv_heads, .units = p->batch * p->kv_heads};
-    plan.real = rapt_accumulation_size(p->dtype);
-    plan.rows_per_unit = p->queries * plan.group;
+static void make_plan(const rapt_context *context, const attn_problem *p, attn_plan *plan) {
+    *plan = (attn_plan){.group = p->heads / p->kv_heads, .units = p->batch * p->kv_heads};
+    plan->real = rapt_accumulation_size(p->dtype);
+    plan->rows_per_unit = p->queries * plan->group;
     int64_t most_rows = context->tile_rows > 0 ? context->tile_rows : MOST_TILE_ROWS;
-    plan.tile_rows = smaller(most_rows, plan.rows_per_unit);
-    if (plan.tile_rows < plan.rows_per_unit && context->tile_rows == 0) plan.tile_rows = TILE_ROWS;
-    plan.room_rows = smaller(most_rows, p->queries * p->heads); /* a unit has more rows where KV heads are fewer */
-    plan.tiles_per_unit = divide_up(plan.rows_per_unit, plan.tile_rows);
-    plan.out_stride = rapt_round_up(p->value_dim, COLUMNS);
-    plan.max_cuts = divide_up(p->keys, CUT);
-    if (p->cache != NULL) plan.max_cuts = smaller(plan.max_cuts, p->cache->blocks + 1); /* a ring keeps no more */
-    plan.slots = plan.max_cuts + (p->extra_keys > 0);
-    plan.cut_capacity = smaller(CUT, rapt_round_up(p->keys, PANEL));
+    plan->tile_rows = smaller(most_rows, plan->rows_per_unit);
+    if (plan->tile_rows < plan->rows_per_unit && context->tile_rows == 0) plan->tile_rows = TILE_ROWS;
+    plan->room_rows = smaller(most_rows, p->queries * p->heads); /* a unit has more rows where KV heads are fewer */
+    plan->tiles_per_unit = divide_up(plan->rows_per_unit, plan->tile_rows);
+    plan->out_stride = rapt_round_up(p->value_dim, COLUMNS);
+    plan->max_cuts = divide_up(p->keys, CUT);
+    if (p->cache != NULL) plan->max_cuts = smaller(plan->max_cuts, p->cache->blocks + 1); /* a ring keeps no more */
+    plan->slots = plan->max_cuts + (p->extra_keys > 0);
+    plan->cut_capacity = smaller(CUT, rapt_round_up(p->keys, PANEL));
 
-    size_t key_bytes = rapt_size_mul(plan.real, (size_t)(p->dim + plan.out_stride));
-    plan.cut_bytes = rapt_arena_size(rapt_size_mul(key_bytes, (size_t)plan.cut_capacity));
-    plan.extra_bytes = p->extra_keys > 0 ? rapt_arena_size(rapt_size_mul(key_bytes, PANEL)) : 0;
-    plan.unit_bytes = rapt_size_add(rapt_size_mul(plan.cut_bytes, (size_t)plan.max_cuts), plan.extra_bytes);
+    size_t key_bytes = rapt_size_mul(plan->real, (size_t)(p->dim + plan->out_stride));
+    plan->cut_bytes = rapt_arena_size(rapt_size_mul(key_bytes, (size_t)plan->cut_capacity));
+    plan->extra_bytes = p->extra_keys > 0 ? rapt_arena_size(rapt_size_mul(key_bytes, PANEL)) : 0;
+    plan->unit_bytes = rapt_size_add(rapt_size_mul(plan->cut_bytes, (size_t)plan->max_cuts), plan->extra_bytes);
 
     size_t budget = rapt_size_mul(WAVE_BYTES_PER_LANE, (size_t)context->lanes);
-    plan.streams = plan.tiles_per_unit == 1 || p->cache != NULL; /* a cache is packed already */
-    plan.in_place = plan.streams && p->cache == NULL && reads_in_place(p, plan.rows_per_unit);
-    plan.is_far = rapt_size_mul(key_bytes, product_of(plan.units, p->keys)) > FAR_BYTES;
-    plan.masks_some = p->mask.data != NULL || p->padding.data != NULL || p->limit_left || p->limit_right;
+    plan->streams = plan->tiles_per_unit == 1 || p->cache != NULL; /* a cache is packed already */
+    plan->in_place = plan->streams && p->cache == NULL && reads_in_place(p, plan->rows_per_unit);
+    plan->is_far = rapt_size_mul(key_bytes, product_of(plan->units, p->keys)) > FAR_BYTES;
+    plan->masks_some = p->mask.data != NULL || p->padding.data != NULL || p->limit_left || p->limit_right;
     /* Values that already lie as a panel of them would; wider ones lose more to the caches' sets than packing costs. */
-    plan.v_in_place = p->dtype == rapt_accumulation_dtype(p->dtype) && p->v.stride[3] == 1 && p->cache == NULL &&
-                      p->v.stride[2] == p->value_dim && p->value_dim <= PANEL && p->value_dim % COLUMNS == 0;
-    plan.wave_units = plan.units;
-    if (!plan.streams && rapt_size_mul(plan.unit_bytes, (size_t)plan.units) > budget) {
-        plan.wave_units = plan.unit_bytes > budget ? 1 : (int64_t)(budget / plan.unit_bytes);
+    plan->v_in_place = p->dtype == rapt_accumulation_dtype(p->dtype) && p->v.stride[3] == 1 && p->cache == NULL &&
+                       p->v.stride[2] == p->value_dim && p->value_dim <= PANEL && p->value_dim % COLUMNS == 0;
+    plan->wave_units = plan->units;
+    if (!plan->streams && rapt_size_mul(plan->unit_bytes, (size_t)plan->units) > budget) {
+        plan->wave_units = plan->unit_bytes > budget ? 1 : (int64_t)(budget / plan->unit_bytes);
     }
     /* For all units, which is more than one wave needs, but never less than what a smaller problem needs. */
-    size_t cut_table = rapt_size_mul(sizeof(attn_keys) + sizeof(atomic_int), (size_t)plan.max_cuts + 1);
-    if (plan.streams) cut_table = 0;
+    size_t cut_table = rapt_size_mul(sizeof(attn_keys) + sizeof(atomic_int), (size_t)plan->max_cuts + 1);
+    if (plan->streams) cut_table = 0;
     size_t unit_table = rapt_size_add(sizeof(attn_unit), cut_table);
-    plan.table_bytes = rapt_arena_size(rapt_size_mul(unit_table, (size_t)plan.units));
+    plan->table_bytes = rapt_arena_size(rapt_size_mul(unit_table, (size_t)plan->units));
 
     /* A lane: a partial and a total, scores and biases [rows + 2][CUT], q [rows][D]; then room to pack a cut; for weights
      * also whole rows of them. */
-    size_t q_and_scores = rapt_size_mul(plan.real, product_of(plan.room_rows + 2, p->dim + CUT));
-    plan.partial_bytes = rapt_arena_size(partial_size(&plan));
-    plan.lane_keys = rapt_arena_size(rapt_size_add(q_and_scores, rapt_size_mul(2, plan.partial_bytes)));
-    size_t cut = plan.cut_bytes > plan.extra_bytes ? plan.cut_bytes : plan.extra_bytes;
-    plan.lane_bytes = rapt_size_add(plan.lane_keys, cut);
+    size_t q_and_scores = rapt_size_mul(plan->real, product_of(plan->room_rows + 2, p->dim + CUT));
+    plan->partial_bytes = rapt_arena_size(partial_size(plan));
+    plan->lane_keys = rapt_arena_size(rapt_size_add(q_and_scores, rapt_size_mul(2, plan->partial_bytes)));
+    size_t cut = plan->cut_bytes > plan->extra_bytes ? plan->cut_bytes : plan->extra_bytes;
+    plan->lane_bytes = rapt_size_add(plan->lane_keys, cut);
     if (p->weights.data != NULL) {
         int64_t columns = p->keys + p->extra_keys;
-        plan.weights_bytes =
-            rapt_arena_size(rapt_size_mul(plan.real, product_of(smaller(plan.room_rows, WEIGHTS_ROWS), columns)));
-        plan.stats_bytes = rapt_arena_size(rapt_size_mul(2 * plan.real, product_of(p->batch * p->heads, p->queries)));
-        if (p->average_weights && rapt_dtype_size(p->dtype) < plan.real) {
+        plan->weights_bytes =
+            rapt_arena_size(rapt_size_mul(plan->real, product_of(smaller(plan->room_rows, WEIGHTS_ROWS), columns)));
+        plan->stats_bytes = rapt_arena_size(rapt_size_mul(2 * plan->real, product_of(p->batch * p->heads, p->queries)));
+        if (p->average_weights && rapt_dtype_size(p->dtype) < plan->real) {
             size_t rows = product_of(p->batch, p->queries);
-            plan.average_bytes = rapt_arena_size(rapt_size_mul(rapt_size_mul(plan.real, rows), (size_t)columns));
+            plan->average_bytes = rapt_arena_size(rapt_size_mul(rapt_size_mul(plan->real, rows), (size_t)columns));
         }
     }
 
     /* Room for split tiles is kept even by a call that does not split, so that a smaller one after it has it. */
-    int64_t tiles = plan.units * plan.tiles_per_unit;
-    plan.split = plan.max_cuts > 1 && tiles < context->lanes && context->split_keys >= 0;
-    int64_t split_tiles = plan.max_cuts > 1 ? smaller(p->batch * p->heads * p->queries, context->lanes - 1) : 0;
+    int64_t tiles = plan->units * plan->tiles_per_unit;
+    plan->split = plan->max_cuts > 1 && tiles < context->lanes && context->split_keys >= 0;
+    int64_t split_tiles = plan->max_cuts > 1 ? smaller(p->batch * p->heads * p->queries, context->lanes - 1) : 0;
     if (context->split_keys > 0) {
-        plan.split = true;
-        split_tiles = plan.wave_units * plan.tiles_per_unit;
+        plan->split = true;
+        split_tiles = plan->wave_units * plan->tiles_per_unit;
     }
-    plan.partials_bytes = rapt_size_mul(rapt_size_mul(plan.partial_bytes, (size_t)plan.slots), (size_t)split_tiles);
-    return plan;
+    plan->partials_bytes = rapt_size_mul(rapt_size_mul(plan->partial_bytes, (size_t)plan->slots), (size_t)split_tiles);
 }
 
 static size_t attn_scratch(const rapt_context *context, const attn_problem *p) {
-    attn_plan plan = make_plan(context, p);
+    attn_plan plan;
+    make_plan(context, p, &plan);
     size_t budget = rapt_size_mul(WAVE_BYTES_PER_LANE, (size_t)context->lanes);
     /* The wave's memory must not be smaller for a larger problem, so it is the budget once that is reached. */
     size_t all_units = rapt_size_mul(plan.unit_bytes, (size_t)plan.units);
@@ -323,17 +323,16 @@ static attn_partial partial_at(const attn_plan *plan, char *memory) {
                           .out_stride = plan->out_stride};
 }
 
-static lane_scratch scratch_of(const attn_job *job, int32_t lane) {
+/* All but keys, which is filled in for each cut. */
+static void lay_out_scratch(const attn_job *job, int32_t lane, lane_scratch *scratch) {
     const attn_plan *plan = &job->plan;
     char *memory = job->lanes + (size_t)lane * (plan->lane_bytes + plan->weights_bytes);
-    lane_scratch scratch = {0}; /* keys is filled in for each cut */
-    scratch.partial = partial_at(plan, memory);
-    scratch.total = partial_at(plan, memory + plan->partial_bytes);
-    scratch.scores = memory + 2 * plan->partial_bytes;
-    scratch.q = (char *)scratch.scores + plan->real * (size_t)((plan->room_rows + 2) * CUT);
-    scratch.packed = memory + plan->lane_keys;
-    scratch.weights = memory + plan->lane_bytes;
-    return scratch;
+    scratch->partial = partial_at(plan, memory);
+    scratch->total = partial_at(plan, memory + plan->partial_bytes);
+    scratch->scores = memory + 2 * plan->partial_bytes;
+    scratch->q = (char *)scratch->scores + plan->real * (size_t)((plan->room_rows + 2) * CUT);
+    scratch->packed = memory + plan->lane_keys;
+    scratch->weights = memory + plan->lane_bytes;
 }
 
 static const attn_keys *keys_of_cut(const attn_job *job, const attn_unit *unit, int64_t cut, lane_scratch *scratch) {
@@ -383,7 +382,8 @@ static void run_tile(void *arg, int64_t item, int32_t lane) {
     const attn_job *job = arg;
     const attn_unit *unit = &job->units[item / job->plan.tiles_per_unit];
     attn_rows rows = tile_rows(job, unit, item % job->plan.tiles_per_unit);
-    lane_scratch scratch = scratch_of(job, lane);
+    lane_scratch scratch;
+    lay_out_scratch(job, lane, &scratch);
     job->kernels->pack_queries(&rows, scratch.q);
     bool is_empty = true; /* the first cut is the total: merging it into nothing would change nothing */
     for (int64_t cut = 0; cut < cuts_with_extra(job, unit); cut++) {
@@ -408,7 +408,8 @@ static void run_split_cut(void *arg, int64_t item, int32_t lane) {
     const attn_unit *unit = &job->units[tile / job->plan.tiles_per_unit];
     if (cut >= cuts_with_extra(job, unit)) return;
     attn_rows rows = tile_rows(job, unit, tile % job->plan.tiles_per_unit);
-    lane_scratch scratch = scratch_of(job, lane);
+    lane_scratch scratch;
+    lay_out_scratch(job, lane, &scratch);
     attn_partial partial = partial_at(&job->plan, split_partial(job, tile, cut));
     job->kernels->pack_queries(&rows, scratch.q);
     if (!job->kernels->attn_cut(&rows, keys_of_cut(job, unit, cut, &scratch), scratch.q, scratch.scores, &partial)) {
@@ -420,7 +421,8 @@ static void merge_split_tile(void *arg, int64_t tile, int32_t lane) {
     const attn_job *job = arg;
     const attn_unit *unit = &job->units[tile / job->plan.tiles_per_unit];
     attn_rows rows = tile_rows(job, unit, tile % job->plan.tiles_per_unit);
-    lane_scratch scratch = scratch_of(job, lane);
+    lane_scratch scratch;
+    lay_out_scratch(job, lane, &scratch);
     job->kernels->attn_begin(rows.count, &scratch.total);
     for (int64_t cut = 0; cut < cuts_with_extra(job, unit); cut++) {
         attn_partial partial = partial_at(&job->plan, split_partial(job, tile, cut));
@@ -440,7 +442,8 @@ static void run_weights(void *arg, int64_t item, int32_t lane) {
     int64_t most = smaller(plan->tile_rows, WEIGHTS_ROWS), blocks = divide_up(p->queries, most);
     int64_t n = job->units[0].n + item / blocks, first = item % blocks * most;
     int64_t columns = p->keys + p->extra_keys;
-    lane_scratch scratch = scratch_of(job, lane);
+    lane_scratch scratch;
+    lay_out_scratch(job, lane, &scratch);
     for (int64_t u = 0; u < job->unit_count; u++) {
         const attn_unit *unit = &job->units[u];
         if (unit->n != n) continue;
@@ -501,7 +504,8 @@ static char *carve(char **memory, size_t bytes) {
 }
 
 static void attn_forward(rapt_context *context, const attn_problem *p, void *scratch) {
-    attn_job job = {.kernels = context->kernels[p->dtype == RAPT_F64], .problem = p, .plan = make_plan(context, p)};
+    attn_job job = {.kernels = context->kernels[p->dtype == RAPT_F64], .problem = p};
+    make_plan(context, p, &job.plan);
     const attn_plan *plan = &job.plan;
     char *memory = scratch;
     if (!plan->streams) job.packed = carve(&memory, plan->unit_bytes * (size_t)plan->wave_units);

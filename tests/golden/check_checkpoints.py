@@ -87,7 +87,8 @@ class LoadOptions(ctypes.Structure):
                 ("num_heads", ctypes.c_int64), ("num_kv_heads", ctypes.c_int64), ("head_dim", ctypes.c_int64),
                 ("set_dtype", ctypes.c_bool), ("dtype", ctypes.c_int), ("ignore_metadata", ctypes.c_bool),
                 ("batch_first", ctypes.c_bool), ("causal", ctypes.c_bool), ("add_zero_attn", ctypes.c_bool),
-                ("set_scale", ctypes.c_bool), ("scale", ctypes.c_double), ("dropout", ctypes.c_double)]
+                ("set_scale", ctypes.c_bool), ("scale", ctypes.c_double), ("dropout", ctypes.c_double),
+                ("ignore_extra", ctypes.c_bool)]
 
 
 class Rapt:

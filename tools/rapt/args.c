@@ -151,9 +151,7 @@ const char *text_option(const arguments *a, const char *name) {
 
 bool has_option(const arguments *a, const char *name) { return text_option(a, name) != NULL; }
 
-int64_t integer_option(const arguments *a, const char *name, int64_t low, int64_t high, int64_t otherwise) {
-    const char *text = text_option(a, name);
-    if (text == NULL) return otherwise;
+int64_t integer_value(const char *name, const char *text, int64_t low, int64_t high) {
     char *end;
     errno = 0;
     long long number = strtoll(text, &end, 10);
@@ -161,6 +159,11 @@ int64_t integer_option(const arguments *a, const char *name, int64_t low, int64_
     if (errno == ERANGE || number < low || number > high)
         fail_usage("%s: %s is not from %" PRId64 " to %" PRId64, name, text, low, high);
     return number;
+}
+
+int64_t integer_option(const arguments *a, const char *name, int64_t low, int64_t high, int64_t otherwise) {
+    const char *text = text_option(a, name);
+    return text == NULL ? otherwise : integer_value(name, text, low, high);
 }
 
 double real_option(const arguments *a, const char *name, double low, double high, double otherwise) {

@@ -140,12 +140,12 @@ rapt_tensor to_dtype(const rapt_tensor *tensor, rapt_dtype dtype) {
 const double *to_doubles(const rapt_tensor *tensor) { return copy_as(tensor, RAPT_F64).data; }
 
 void write_array(const char *path, const char *name, const rapt_tensor *tensor) {
-    enum { LONG_WORK = 10000000 }; /* elements, about a second of a slow disk */
     static const char ending[] = ".safetensors";
     size_t length = strlen(path), ending_length = sizeof ending - 1;
-    if (rapt_tensor_count(tensor) > LONG_WORK) show_progress("writing");
     if (length > ending_length && strcmp(path + length - ending_length, ending) == 0) {
+        show_progress("writing");
         check(rapt_safetensors_save(ctx, path, 1, &name, tensor, 0, NULL));
+        show_progress(NULL);
     } else {
         char header[NPY_WRITTEN_SIZE];
         rapt_tensor written = to_dtype(tensor, tensor->dtype == RAPT_BF16 ? RAPT_F32 : tensor->dtype);
@@ -153,5 +153,4 @@ void write_array(const char *path, const char *name, const rapt_tensor *tensor) 
         bytes parts[] = {{header, npy_write_header(&written, header)}, {written.data, size}};
         write_file(path, 2, parts);
     }
-    show_progress(NULL);
 }

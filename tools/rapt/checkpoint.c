@@ -100,13 +100,15 @@ static void print_layer(const rapt_layer_info *l, int prefix_width, bool json) {
     if (json) {
         printf("{\"prefix\": ");
         print_json_string(l->prefix);
-        printf(", \"scheme\": \"%s\", \"dtype\": \"%s\", \"embed_dim\": %" PRId64 ", \"kdim\": %" PRId64
-               ", \"vdim\": %" PRId64 ", \"q_features\": %" PRId64 ", \"kv_features\": %" PRId64
-               ", \"num_heads\": %" PRId64 ", \"num_kv_heads\": %" PRId64 ", \"head_dim\": %" PRId64
-               ", \"bias\": %s, \"bias_kv\": %s, \"num_parameters\": %" PRId64 "}",
-               scheme, dtype, l->embed_dim, l->kdim, l->vdim, l->q_features, l->kv_features, l->num_heads,
-               l->num_kv_heads, l->head_dim, l->bias ? "true" : "false", l->bias_kv ? "true" : "false",
-               l->num_parameters);
+        printf(
+            ", \"scheme\": \"%s\", \"dtype\": \"%s\", \"embed_dim\": %" PRId64 ", \"kdim\": %" PRId64
+            ", \"vdim\": %" PRId64 ", \"q_features\": %" PRId64 ", \"kv_features\": %" PRId64
+            ", \"num_heads\": %" PRId64 ", \"num_kv_heads\": %" PRId64 ", \"head_dim\": %" PRId64
+            ", \"bias\": %s, \"bias_kv\": %s, \"num_parameters\": %" PRId64 ", \"num_extra\": %" PRId64 ", \"extra\": ",
+            scheme, dtype, l->embed_dim, l->kdim, l->vdim, l->q_features, l->kv_features, l->num_heads, l->num_kv_heads,
+            l->head_dim, l->bias ? "true" : "false", l->bias_kv ? "true" : "false", l->num_parameters, l->num_extra);
+        if (l->extra != NULL) print_json_string(l->extra);
+        printf(l->extra != NULL ? "}" : "null}");
         return;
     }
     print_column(*l->prefix == '\0' ? "(no prefix)" : l->prefix, prefix_width);
@@ -120,8 +122,13 @@ static void print_layer(const rapt_layer_info *l, int prefix_width, bool json) {
         printf(", query features %" PRId64, l->q_features);
         if (l->kv_features != l->q_features) printf(", key features %" PRId64, l->kv_features);
     }
-    printf("%s%s, parameters: %" PRId64 "\n", l->bias ? ", bias" : "", l->bias_kv ? ", bias_kv" : "",
-           l->num_parameters);
+    printf("%s%s, parameters: %" PRId64, l->bias ? ", bias" : "", l->bias_kv ? ", bias_kv" : "", l->num_parameters);
+    if (l->extra != NULL) {
+        printf(", not known: ");
+        print_text(stdout, l->extra + strlen(l->prefix));
+        if (l->num_extra > 1) printf(" and %" PRId64 " more", l->num_extra - 1);
+    }
+    putchar('\n');
 }
 
 static void print_layers(const rapt_checkpoint *checkpoint, bool json) {
@@ -166,11 +173,16 @@ int run_convert(const arguments *a) {
     load.scheme = scheme_option(a, "--from-scheme");
     open_context(a);
     rapt_mha *layer = load_layer(a, a->operand[0], load);
+    char size[SHAPE_SIZE], step[SHAPE_SIZE + 16];
+    rapt_dtype dtype = save.set_dtype ? save.dtype : rapt_mha_settings(layer)->dtype;
+    double bytes = (double)rapt_mha_num_parameters(layer) * (double)rapt_dtype_size(dtype);
+    snprintf(step, sizeof step, "writing %s", size_text(bytes, size));
+    show_progress(step);
     rapt_status status = rapt_mha_save(ctx, layer, a->operand[1], &save);
+    show_progress(NULL);
     if (status != RAPT_OK) fail("'%s': %s", a->operand[1], rapt_error_message(ctx));
     char description[256];
     rapt_mha_describe(layer, description, sizeof description);
-    rapt_dtype dtype = save.set_dtype ? save.dtype : rapt_mha_settings(layer)->dtype;
     printf("layer    %s\nwritten  %s names, %s  ", description, rapt_scheme_name(save.scheme), rapt_dtype_name(dtype));
     print_text(stdout, a->operand[1]);
     putchar('\n');

@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <inttypes.h>
 #include <stdlib.h>
+#include <time.h>
 #include <unistd.h>
 
 rapt_context *ctx;
@@ -118,12 +119,31 @@ bool use_colour(FILE *stream) {
     return isatty(fileno(stream)) && (no_color == NULL || *no_color == '\0');
 }
 
+double seconds_passed(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+bool progress_is_shown(void) { return isatty(STDERR_FILENO); }
+
 void show_progress(const char *what) {
     static bool shown;
-    if (!shown && (what == NULL || !isatty(STDERR_FILENO))) return;
+    if (!shown && (what == NULL || !progress_is_shown())) return;
     fprintf(stderr, "\r\033[K%s", what == NULL ? "" : what);
     fflush(stderr);
     shown = what != NULL;
+}
+
+void show_share(const char *what, double done, double total) {
+    static double due;
+    double now = seconds_passed();
+    char line[64];
+    if (done == 0) due = now + 0.3;
+    if (now < due) return;
+    due = now + 0.1;
+    snprintf(line, sizeof line, "%s, %.0f %%", what, 100 * done / total);
+    show_progress(line);
 }
 
 void print_text(FILE *stream, const char *text) {

@@ -50,6 +50,7 @@ const char *nearest_word(const char *word, int count, const char *const *words);
 bool has_option(const arguments *a, const char *name);
 const char *text_option(const arguments *a, const char *name); /* NULL if not given */
 int64_t integer_option(const arguments *a, const char *name, int64_t low, int64_t high, int64_t otherwise);
+int64_t integer_value(const char *name, const char *text, int64_t low, int64_t high); /* part of an option's value */
 double real_option(const arguments *a, const char *name, double low, double high, double otherwise);
 /* The number of the word among `words`, which end with NULL; -1 if not given. */
 int choice_option(const arguments *a, const char *name, const char *const *words);
@@ -77,8 +78,13 @@ void open_context(const arguments *a);   /* by machine_options, if the command h
 /* ---- output ---- */
 
 bool use_colour(FILE *stream); /* a terminal, and no NO_COLOR */
+double seconds_passed(void);   /* since some moment, the same for all calls */
+bool progress_is_shown(void);  /* stderr is a terminal */
 /* A line on stderr, if that is a terminal, that the next one replaces; NULL takes it away. */
 void show_progress(const char *what);
+/* The same with a percentage, for work that is done in many steps and begins with done = 0: such a line comes when a
+ * third of a second has passed, so that short work shows none, and changes a few times a second. */
+void show_share(const char *what, double done, double total);
 void print_text(FILE *stream, const char *text); /* without control characters, which could steer the terminal */
 void print_json_string(const char *text);
 void print_json_shape(const rapt_tensor *tensor);

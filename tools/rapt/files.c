@@ -34,7 +34,7 @@ static bytes map_file(int file, const char *path, size_t size) {
 }
 
 static bytes read_stream(int file, const char *path, size_t (*limit)(bytes beginning)) {
-    size_t size = 0, capacity = FIRST_READ, most = FIRST_READ;
+    size_t size = 0, capacity = FIRST_READ, most = FIRST_READ, begin = 0; /* begin: where progress is counted from */
     unsigned char *data = malloc(capacity);
     for (ssize_t got = 1; data != NULL && got != 0 && size < most;) {
         if (size == capacity) {
@@ -53,8 +53,10 @@ static bytes read_stream(int file, const char *path, size_t (*limit)(bytes begin
         if (got > 0) size += (size_t)got;
         if (size == FIRST_READ && most == FIRST_READ && limit != NULL) {
             most = limit((bytes){data, size});
-            show_progress("reading");
+            if (most == SIZE_MAX) show_progress("reading"); /* until it ends */
+            begin = size;
         }
+        if (begin > 0 && most < SIZE_MAX) show_share("reading", (double)(size - begin), (double)(most - begin));
     }
     show_progress(NULL);
     if (data == NULL) fail("out of memory while reading %s", path_text(path, true));
@@ -83,12 +85,18 @@ bytes read_file(const char *path, size_t (*limit)(bytes beginning)) {
 
 /* Returns 0, or the system's reason. */
 static int write_parts(int file, int parts, const bytes *part) {
+    enum { MOST_AT_ONCE = 1 << 20 }; /* so that there is something to show */
+    size_t before = 0, total = 0;
+    for (int i = 0; i < parts; i++) total += part[i].size;
     for (int i = 0; i < parts; i++) {
         for (size_t done = 0; done < part[i].size;) {
-            ssize_t written = write(file, (const char *)part[i].data + done, part[i].size - done);
+            show_share("writing", (double)(before + done), (double)total);
+            size_t rest = part[i].size - done;
+            ssize_t written = write(file, (const char *)part[i].data + done, rest < MOST_AT_ONCE ? rest : MOST_AT_ONCE);
             if (written < 0 && errno != EINTR) return errno;
             if (written > 0) done += (size_t)written;
         }
+        before += part[i].size;
     }
     return 0;
 }
@@ -131,5 +139,6 @@ void write_file(const char *path, int parts, const bytes *part) {
     } else {
         problem = replace_file(path, parts, part);
     }
+    show_progress(NULL);
     if (problem != 0) fail("cannot write %s: %s", path_text(path, false), strerror(problem));
 }

@@ -7,7 +7,6 @@
 #include <inttypes.h>
 #include <math.h>
 #include <stdlib.h>
-#include <time.h>
 
 const option input_options[] = {
     {"--input", "FILE", "query, and key and value if the file has no others; FILE:NAME picks a tensor"},
@@ -15,6 +14,7 @@ const option input_options[] = {
     {"--value", "FILE", "another value"},
     {"--seq-first", NULL, "batches are [L,N,E], not [N,L,E]"},
     {"--causal", NULL, "a query sees no later key"},
+    {"--window", "W", "a query sees W keys before its own and W after it; LEFT,RIGHT sets them apart"},
     {"--mask", "FILE", "[L,S], [N*H,L,S] or [N,H,L,S]: bool, true hides; or numbers, added to the scores"},
     {"--padding", "FILE", "[N,S]: the same for keys"},
     {0},
@@ -35,12 +35,6 @@ const option check_options[] = {
 };
 
 /* ---- the forward ---- */
-
-static double seconds_now(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
-}
 
 /* Layers are loaded batch first, so that with --seq-first their first two dimensions are exchanged. */
 static rapt_tensor batch_first_view(const rapt_tensor *tensor, bool seq_first) {
@@ -72,10 +66,80 @@ static rapt_tensor new_weights(const rapt_mha *layer, const rapt_tensor *query, 
     return n == 3 ? new_array(c->dtype, 4, shape) : new_array(c->dtype, 3, shape + 1);
 }
 
+/* W, or LEFT,RIGHT, of which a side that is left out has no limit. */
+static void take_window(const arguments *a, rapt_options *options) {
+    const char *given = text_option(a, "--window");
+    if (given == NULL) return;
+    size_t length = strlen(given);
+    char *left = allocate(length + 1), *comma;
+    memcpy(left, given, length);
+    const char *right = left;
+    int64_t least = 0;
+    if ((comma = strchr(left, ',')) != NULL) {
+        *comma = '\0';
+        right = comma + 1;
+        least = INT64_MIN; /* a negative side leaves out the query's own key */
+    }
+    options->limit_left = *left != '\0';
+    options->limit_right = *right != '\0';
+    if (!options->limit_left && !options->limit_right) fail_usage("--window: '%s' limits neither side", given);
+    if (options->limit_left) options->left = integer_value("--window", left, least, INT64_MAX);
+    if (options->limit_right) options->right = integer_value("--window", right, least, INT64_MAX);
+}
+
+/* Into how many pieces a batch is cut: each is work enough for many threads. */
+static int64_t count_pieces(const rapt_mha *layer, const rapt_tensor *query, const rapt_tensor *key) {
+    const rapt_mha_config *c = rapt_mha_settings(layer);
+    if (query->ndim != 3 || key->ndim != 3) return 1;
+    double tokens = (double)(query->shape[0] * query->shape[1]), keys = (double)key->shape[1];
+    double features = (double)(c->num_heads * c->head_dim);
+    double work = tokens * ((double)rapt_mha_num_parameters(layer) + 2 * keys * features); /* multiply-adds */
+    return (int64_t)fmin(fmin(work / 2e9, (double)query->shape[0]), 100);
+}
+
+/* The forward; on a terminal in pieces of a few sequences, which give the same bits as all at once, so that there is
+ * something to show. What does not fit is left for the layer to refuse. */
+static void compute(const rapt_mha *layer, const rapt_tensor *query, const rapt_tensor *key, const rapt_tensor *value,
+                    const rapt_options *options, const rapt_tensor *output) {
+    enum { QUERY, KEY, VALUE, OUTPUT, WEIGHTS, MASK, PADDING, TENSORS };
+    const rapt_tensor *mask = options->attn_mask, *padding = options->key_padding_mask;
+    const rapt_tensor *whole[TENSORS] = {query, key, value, output, options->weights, mask, padding};
+    int64_t rows[TENSORS] = {1, 1, 1, 1, 1, 1, 1}; /* of the first dimension for each sequence; 0: it has none of N */
+    int64_t pieces = count_pieces(layer, query, key), n = query->shape[0];
+    bool in_pieces = pieces > 1 && progress_is_shown();
+    if (mask != NULL && mask->ndim == 3) rows[MASK] = rapt_mha_settings(layer)->num_heads;
+    if (mask != NULL && (mask->ndim == 2 || (mask->ndim == 4 && mask->shape[0] == 1))) rows[MASK] = 0;
+    if (padding != NULL && padding->ndim == 1) rows[PADDING] = 0;
+    for (int t = 0; t < TENSORS; t++)
+        in_pieces = in_pieces && (whole[t] == NULL || rows[t] == 0 || whole[t]->shape[0] == n * rows[t]);
+    if (!in_pieces) {
+        show_progress("computing");
+        check(rapt_mha_forward(ctx, layer, query, key, value, options, output));
+        return;
+    }
+    for (int64_t i = 0; i < pieces; i++) {
+        int64_t first = i * n / pieces, count = (i + 1) * n / pieces - first;
+        rapt_tensor piece[TENSORS];
+        rapt_options o = *options;
+        show_share("computing", (double)first, (double)n);
+        for (int t = 0; t < TENSORS; t++) {
+            if (whole[t] == NULL) continue;
+            piece[t] = *whole[t];
+            if (rows[t] > 0) check(rapt_tensor_slice(ctx, whole[t], 0, first * rows[t], count * rows[t], &piece[t]));
+        }
+        if (o.weights != NULL) o.weights = &piece[WEIGHTS];
+        if (o.attn_mask != NULL) o.attn_mask = &piece[MASK];
+        if (o.key_padding_mask != NULL) o.key_padding_mask = &piece[PADDING];
+        check(rapt_mha_forward(ctx, layer, &piece[QUERY], &piece[KEY], &piece[VALUE], &o, &piece[OUTPUT]));
+    }
+}
+
 forward run_forward(const arguments *a, const char *path, bool with_weights) {
     const char *mask = text_option(a, "--mask"), *padding = text_option(a, "--padding");
     bool seq_first = has_option(a, "--seq-first");
     if (!has_option(a, "--input")) fail_usage("--input FILE expected");
+    rapt_options options = {.causal = has_option(a, "--causal"), .per_head_weights = with_weights};
+    take_window(a, &options);
     rapt_load_options load = rapt_load_options_default();
     load.batch_first = true;
     load.scheme = scheme_option(a, "--scheme");
@@ -86,7 +150,6 @@ forward run_forward(const arguments *a, const char *path, bool with_weights) {
     rapt_tensor query = batch_first_view(&f.query, seq_first), key = batch_first_view(&f.key, seq_first);
     rapt_tensor value = batch_first_view(&f.value, seq_first), output = batch_first_view(&f.output, seq_first);
     rapt_tensor mask_tensor, padding_tensor;
-    rapt_options options = {.causal = has_option(a, "--causal"), .per_head_weights = with_weights};
     if (mask != NULL) {
         mask_tensor = read_array(mask);
         options.attn_mask = &mask_tensor;
@@ -99,11 +162,9 @@ forward run_forward(const arguments *a, const char *path, bool with_weights) {
         f.weights = new_weights(f.layer, &query, &key);
         options.weights = &f.weights;
     }
-    double tokens = (double)rapt_tensor_count(&query) / (double)rapt_mha_settings(f.layer)->embed_dim;
-    if (tokens * (double)rapt_mha_num_parameters(f.layer) > 1e10) show_progress("computing"); /* about a second */
-    double start = seconds_now();
-    check(rapt_mha_forward(ctx, f.layer, &query, &key, &value, &options, &output));
-    f.seconds = seconds_now() - start;
+    double start = seconds_passed();
+    compute(f.layer, &query, &key, &value, &options, &output);
+    f.seconds = seconds_passed() - start;
     show_progress(NULL);
     return f;
 }

@@ -40,9 +40,9 @@ int run_info(const arguments *a) {
     return SUCCESS;
 }
 
-static void show_shape(const char *shape) {
-    char text[64];
-    if (shape != NULL) snprintf(text, sizeof text, "timing %s", shape);
+static void show_shape(const char *shape, int number, int count, int threads) {
+    char text[96] = "";
+    if (shape != NULL) snprintf(text, sizeof text, "timing %s, %d of %d, threads: %d", shape, number, count, threads);
     show_progress(shape == NULL ? NULL : text);
 }
 
@@ -56,7 +56,8 @@ int run_bench(const arguments *a) {
         .json = has_option(a, "--json"),
         .progress = show_shape,
     };
-    if (!bench_has_shape(settings.filter)) fail_usage("--filter: no shape has '%s' in its name", settings.filter);
+    if (bench_count_shapes(settings.filter) == 0)
+        fail_usage("--filter: no shape has '%s' in its name", settings.filter);
     bench_run(&settings);
     return SUCCESS;
 }

@@ -4,10 +4,15 @@
 #include "commands.h"
 #include "files.h"
 
+#include <float.h>
+
 const option layer_options[] = {
     {"--prefix", "P", "the layer's names begin with it; without it, the only layer in the file"},
-    {"--heads", "H", "query heads; needed unless Rapt wrote the file"},
+    {"--heads", "H", "query heads; they or --head-dim are needed unless Rapt wrote the file"},
     {"--kv-heads", "K", "key and value heads; from the shapes, where they tell"},
+    {"--head-dim", "D", "features of a head, from which the number of heads follows"},
+    {"--scale", "S", "what scores are multiplied by; 1/sqrt(D), or what Rapt wrote into the file"},
+    {"--ignore-extra", NULL, "leave out tensors below the prefix that the layer may need, such as q_norm.weight"},
     {0},
 };
 
@@ -60,15 +65,23 @@ rapt_checkpoint *open_checkpoint(const char *path) {
 }
 
 rapt_mha *load_layer(const arguments *a, const char *path, rapt_load_options options) {
-    enum { MOST_HEADS = 1 << 20 };
+    enum { MOST_HEADS = 1 << 20, LARGEST_HEAD = 1 << 30 };
     options.prefix = prefix_option(a, "--prefix");
     options.num_heads = integer_option(a, "--heads", 1, MOST_HEADS, RAPT_DEFAULT);
     options.num_kv_heads = integer_option(a, "--kv-heads", 1, MOST_HEADS, RAPT_DEFAULT);
+    options.head_dim = integer_option(a, "--head-dim", 1, LARGEST_HEAD, RAPT_DEFAULT);
+    options.set_scale = has_option(a, "--scale");
+    options.scale = real_option(a, "--scale", -DBL_MAX, DBL_MAX, 0);
+    options.ignore_extra = has_option(a, "--ignore-extra");
+    const rapt_checkpoint *checkpoint = open_checkpoint(path);
     rapt_mha *layer;
-    rapt_status status = rapt_mha_load(ctx, open_checkpoint(path), &options, &layer);
-    const char *problem = rapt_error_message(ctx);
-    bool lacks_heads = options.num_heads == RAPT_DEFAULT && strstr(problem, "num_heads") != NULL;
-    if (status != RAPT_OK) fail("'%s': %s%s", path, problem, lacks_heads ? " (--heads)" : "");
+    show_progress("reading the layer");
+    rapt_status status = rapt_mha_load(ctx, checkpoint, &options, &layer);
+    show_progress(NULL);
+    const char *problem = rapt_error_message(ctx), *hint = "";
+    if (strstr(problem, "set num_heads") != NULL) hint = " (--heads or --head-dim)";
+    if (status == RAPT_ERROR_UNSUPPORTED && strstr(problem, "ignore_extra") != NULL) hint = " (--ignore-extra)";
+    if (status != RAPT_OK) fail("'%s': %s%s", path, problem, hint);
     keep(layer, destroy_layer);
     rapt_mha_eval(layer);
     return layer;

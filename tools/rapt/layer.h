@@ -9,7 +9,7 @@ bool dtype_option(const arguments *a, rapt_dtype *dtype);        /* --dtype; fal
 const char *prefix_option(const arguments *a, const char *name); /* with its last dot; NULL if not given */
 
 rapt_checkpoint *open_checkpoint(const char *path);
-/* With layer_options' prefix and heads over the given options. */
+/* With what layer_options say over the given options. */
 rapt_mha *load_layer(const arguments *a, const char *path, rapt_load_options options);
 
 /* One forward. Shapes: query [N,L,E] (with --seq-first [L,N,E]) or [L,E]. */

@@ -10,20 +10,28 @@
 
 static void pack_queries(const attn_rows *rows, void *q) {
     const attn_problem *p = rows->problem;
+    const attn_rows of = *rows; /* copies, so that nothing is read again after each store */
+    const rapt_view view = p->q;
+    const int64_t sequence = of.n * view.stride[0];
+    bool in_one_go = p->dtype == REAL_DTYPE && view.stride[3] == 1;
+    int64_t count = of.count, dim = p->dim;
+    if (in_one_go && of.heads == 1 && view.stride[2] == dim) { /* without gaps: all of them are like one row */
+        dim *= count;
+        count = 1;
+    }
     real factor = (real)(p->scale * 0x1.71547652b82fep+0); /* log2(e): scores become powers of two */
-    for (int64_t r = 0; r < rows->count; r++) {
-        real *to = (real *)q + r * p->dim;
-        int64_t offset =
-            rows->n * p->q.stride[0] + row_head(rows, r) * p->q.stride[1] + row_query(rows, r) * p->q.stride[2];
-        if (p->dtype == REAL_DTYPE && p->q.stride[3] == 1) { /* in one go */
-            const real *from = (const real *)(const void *)p->q.data + offset;
+    for (int64_t r = 0; r < count; r++) {
+        real *to = (real *)q + r * dim;
+        int64_t offset = sequence + row_head(&of, r) * view.stride[1] + row_query(&of, r) * view.stride[2];
+        if (in_one_go) {
+            const real *from = (const real *)(const void *)view.data + offset;
             int64_t d = 0;
-            for (; d + LANES <= p->dim; d += LANES) v_store(to + d, v_mul(v_load(from + d), v_all(factor)));
-            for (; d < p->dim; d++) to[d] = from[d] * factor;
+            for (; d + LANES <= dim; d += LANES) v_store(to + d, v_mul(v_load(from + d), v_all(factor)));
+            for (; d < dim; d++) to[d] = from[d] * factor;
             continue;
         }
-        load_row(to, p->q.data, p->dtype, offset, p->q.stride[3], p->dim);
-        for (int64_t d = 0; d < p->dim; d++) to[d] *= factor;
+        load_row(to, view.data, p->dtype, offset, view.stride[3], dim);
+        for (int64_t d = 0; d < dim; d++) to[d] *= factor;
     }
 }
 
@@ -169,14 +177,9 @@ static void weigh_values(const attn_rows *rows, const attn_keys *keys, int64_t f
 }
 
 /* The largest score that a row sees, with band and masks brought in: -inf if it sees none. */
-INLINE real mask_and_find_largest(const attn_rows *rows, const attn_keys *keys, int64_t r, tile_range range,
-                                  bool needs_bias, padding_bias padding, real *bias, real *t) {
+INLINE real largest_seen(const attn_rows *rows, const attn_keys *keys, int64_t r, tile_range range, bool needs_bias,
+                         padding_bias padding, real *bias, real *t) {
     int64_t begin = range.begin, end = range.end;
-    if (needs_bias) {
-        mask_row(rows, keys, r, begin, end, padding, bias, t);
-    } else {
-        if (!band_row(rows, keys, r, begin, end, t)) return (real)-INFINITY;
-    }
     real largest = largest_score(t, begin, end);
     if (largest > LOWEST) return largest;
     /* Every score that is seen is the lowest number, or overflowed, or NaN: what is masked must be told apart now. */
@@ -192,11 +195,18 @@ static __attribute__((noinline)) void masked_softmax(const attn_rows *rows, cons
     bool needs_bias = mark_masked || padding.bias != NULL || (rows->problem->mask.data != NULL && !keys->extra);
     for (int64_t r = 0; r < rows->count; r++) {
         real *t = scores + r * CUT;
-        reference[r] = mask_and_find_largest(rows, keys, r, range, needs_bias, padding, bias, t);
+        if (needs_bias) {
+            mask_row(rows, keys, r, range.begin, range.end, padding, bias, t);
+        } else {
+            band_row(rows, keys, r, range.begin, range.end, t);
+        }
+    }
+    for (int64_t r = 0; r < rows->count; r++) {
+        reference[r] = largest_seen(rows, keys, r, range, needs_bias, padding, bias, scores + r * CUT);
     }
     for (int64_t r = 0; r < rows->count; r++) {
         bool mark = mark_masked || reference[r] <= LOWEST;
-        reference[r] = softmax_row(scores + r * CUT, range.begin, range.end, reference[r], mark, &sum[r]);
+        softmax_row(scores + r * CUT, range.begin, range.end, mark, &reference[r], &sum[r]);
     }
 }
 
@@ -224,16 +234,22 @@ static void attn_block(const attn_rows *rows, const attn_keys *keys, tile_range 
     bool mark_masked = keys->has_non_finite_values && weighs_masked;
     tile_scores(rows, keys, q, range.begin, range.end, scores);
 
-    /* Two passes over the rows: in each of them no row waits for another. */
+    /* Passes over the rows: in each of them no row waits for another. */
     bool is_plain = !has_mask && range.all_seen;
+    for (int64_t r = 0; r < rows->count && is_plain && range.last < range.end; r++) {
+        mask_outside(scores + r * CUT, range.begin, range.begin, range.last, range.end);
+    }
     for (int64_t r = 0; r < rows->count && is_plain; r++) {
-        if (range.last < range.end) mask_outside(scores + r * CUT, range.begin, range.begin, range.last, range.end);
         reference[r] = largest_score(scores + r * CUT, range.begin, range.end);
         is_plain = reference[r] > LOWEST;
     }
     if (is_plain) {
-        for (int64_t r = 0; r < rows->count; r++) {
-            reference[r] = softmax_row(scores + r * CUT, range.begin, range.end, reference[r], false, &sum[r]);
+        int64_t r = 0;
+        for (; r + ROWS_IN_STEP <= rows->count; r += ROWS_IN_STEP) {
+            softmax_rows(ROWS_IN_STEP, scores + r * CUT, range.begin, range.end, false, &reference[r], &sum[r]);
+        }
+        for (; r < rows->count; r++) {
+            softmax_rows(1, scores + r * CUT, range.begin, range.end, false, &reference[r], &sum[r]);
         }
     } else {
         masked_softmax(rows, keys, range, mark_masked, scratch, partial);
@@ -306,10 +322,10 @@ static void attn_merge(int64_t rows, attn_partial *total, const attn_partial *pa
 /* A query that sees a single key gets its value as it is, whatever the score, an overflow included: weight / weight is 1,
  * but (weight * value) / weight need not be the value, and a single token that takes the short way through the layer
  * must get these bits too. *weight is then 1, or what dropout makes of it. */
-static __attribute__((noinline)) bool copy_sole_value(const attn_rows *rows, int64_t r, real *out, real *weight) {
+static __attribute__((noinline)) void copy_sole_value(const attn_rows *rows, int64_t r, real *out, real *weight) {
     const attn_problem *p = rows->problem;
     int64_t head = row_head(rows, r), query = row_query(rows, r), key = rapt_sole_key(p, rows->n, head, query);
-    if (key < 0) return false;
+    if (key < 0) return;
     *weight = 1;
     if (p->dropout > 0) draw_row(p, rows->n, head, query, key, 1, dropout_factor(p), weight);
     if (p->cache != NULL && key < p->keys) {
@@ -319,43 +335,55 @@ static __attribute__((noinline)) bool copy_sole_value(const attn_rows *rows, int
             int64_t count = p->value_dim - d < PANEL ? p->value_dim - d : PANEL;
             load_row(out + d, values, cache->config.dtype, rapt_cache_value_at(cache, key % CUT, d), 1, count);
         }
-        return true;
+        return;
     }
     const rapt_view *v = key < p->keys ? &p->v : &p->extra_v;
     if (key >= p->keys) key -= p->keys;
     int64_t offset = rows->n * v->stride[0] + rows->kv_head * v->stride[1] + key * v->stride[2];
     load_row(out, v->data, p->dtype, offset, v->stride[3], p->value_dim);
-    return true;
+}
+
+/* What the sum of a row's weighted values is multiplied by: 1 where it is the result already. */
+INLINE real finishing_factor(const attn_rows *rows, int64_t r, real reference, real sum, real *out) {
+    const attn_problem *p = rows->problem;
+    real factor = p->dropout > 0 ? 1 / sum * dropout_factor(p) : 1 / sum;
+    if (sum > (real)1.42) return factor; /* of several weights: a lone one is 2^r with |r| <= 1/2, or NaN */
+    if (reference == (real)-INFINITY) return 1;
+    if (!(sum < (real)0.7)) copy_sole_value(rows, r, out, &factor);
+    return factor;
+}
+
+static __attribute__((noinline)) void store_lse(const attn_rows *rows, const attn_partial *total) {
+    const rapt_view *lse = &rows->problem->lse;
+    for (int64_t r = 0; r < rows->count; r++) {
+        real reference = ((const real *)total->reference)[r], sum = ((const real *)total->sum)[r];
+        double value = ((double)reference + rapt_log2((double)sum)) * 0x1.62e42fefa39efp-1; /* ln 2 */
+        int64_t to =
+            rows->n * lse->stride[0] + row_head(rows, r) * lse->stride[1] + row_query(rows, r) * lse->stride[2];
+        ((real *)(void *)lse->data)[to] = reference == (real)-INFINITY ? (real)-INFINITY : (real)value;
+    }
 }
 
 static void attn_finish(const attn_rows *rows, const attn_partial *total) {
     const attn_problem *p = rows->problem;
-    int64_t element = (int64_t)rapt_dtype_size(p->dtype), width = total->out_stride;
-    bool stores_in_place = p->dtype == REAL_DTYPE && p->out.stride[3] == 1 && p->value_dim == width;
-    const int64_t *stride = p->out.stride;
-    for (int64_t r = 0; r < rows->count; r++) {
-        real reference = ((const real *)total->reference)[r], sum = ((const real *)total->sum)[r];
-        real *out = (real *)total->out + r * width, *result = out;
-        int64_t head = row_head(rows, r), query = row_query(rows, r);
-        bool may_be_sole = !(sum < (real)0.7 || sum > (real)1.42); /* a lone weight is 2^r with |r| <= 1/2, or NaN */
-        real weight = p->dropout > 0 ? 1 / sum * dropout_factor(p) : 1 / sum;
-        if (reference == (real)-INFINITY)
-            weight = 1; /* of zeros */
-        else if (may_be_sole)
-            copy_sole_value(rows, r, out, &weight);
-        vec factor = v_all(weight);
-        char *target = p->out.data + (rows->n * stride[0] + head * stride[1] + query * stride[2]) * element;
-        if (stores_in_place) result = (real *)(void *)target;
+    const attn_rows of = *rows; /* copies, so that nothing is read again after each store */
+    const attn_partial from = *total;
+    const rapt_view view = p->out;
+    int64_t element = (int64_t)rapt_dtype_size(p->dtype), width = from.out_stride;
+    bool stores_in_place = p->dtype == REAL_DTYPE && view.stride[3] == 1 && p->value_dim == width;
+    char *sequence = view.data + of.n * view.stride[0] * element;
+    for (int64_t r = 0; r < of.count; r++) {
+        real reference = ((const real *)from.reference)[r], sum = ((const real *)from.sum)[r];
+        real *out = (real *)from.out + r * width;
+        vec factor = v_all(finishing_factor(rows, r, reference, sum, out));
+        char *target = sequence + (row_head(&of, r) * view.stride[1] + row_query(&of, r) * view.stride[2]) * element;
+        real *result = stores_in_place ? (real *)(void *)target : out;
         for (int64_t d = 0; d < width; d += LANES) {
             v_store(result + d, v_add(v_mul(v_load(out + d), factor), v_zero())); /* final zeros are +0 */
         }
-        if (!stores_in_place) store_row(out, p->value_dim, target, p->dtype, stride[3]);
-        if (p->lse.data != NULL) {
-            double lse = ((double)reference + rapt_log2((double)sum)) * 0x1.62e42fefa39efp-1; /* ln 2 */
-            int64_t to = rows->n * p->lse.stride[0] + head * p->lse.stride[1] + query * p->lse.stride[2];
-            ((real *)(void *)p->lse.data)[to] = reference == (real)-INFINITY ? (real)-INFINITY : (real)lse;
-        }
+        if (!stores_in_place) store_row(out, p->value_dim, target, p->dtype, view.stride[3]);
     }
+    if (p->lse.data != NULL) store_lse(rows, total);
 }
 
 /* ---- returned weights ---- */

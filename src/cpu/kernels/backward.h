@@ -43,6 +43,12 @@ INLINE void pack_block_row(real *block, int64_t r, const void *data, rapt_dtype 
     }
 }
 
+INLINE void clear_block(real *block, int64_t rows, int64_t dim) {
+    for (int64_t d = 0; d < dim; d += PANEL) {
+        memset(block + d * CHAIN, 0, (size_t)(rows * width_at(dim, d)) * sizeof(real));
+    }
+}
+
 INLINE bool block_is_finite(const real *block, int64_t rows, int64_t dim) {
     bool is_finite = true;
     for (int64_t d = 0; d < dim; d += PANEL) {
@@ -110,6 +116,7 @@ static void backward_rows(const attn_gradients *gradients, attn_row_block *block
     block->is_finite =
         block_is_finite(block->q, rows->count, p->dim) && block_is_finite(block->d_out, rows->count, p->value_dim);
     sum_deltas(block, out, p->value_dim, scratch);
+    clear_block(block->d_q, rows->count, p->dim);
 }
 
 static void backward_keys(const attn_problem *p, int64_t n, int64_t kv_head, attn_key_block *block, void *scratch) {
@@ -127,8 +134,8 @@ static void backward_keys(const attn_problem *p, int64_t n, int64_t kv_head, att
         block_is_finite(block->k_rows, keys->keys, p->dim) && block_is_finite(v_rows, keys->keys, p->value_dim);
     transpose_block(block->k, block->k_rows, keys->keys, p->dim);
     transpose_block(block->v, v_rows, keys->keys, p->value_dim);
-    memset(block->d_k, 0, (size_t)(CHAIN * rapt_round_up(p->dim, COLUMNS)) * sizeof(real));
-    memset(block->d_v, 0, (size_t)(CHAIN * rapt_round_up(p->value_dim, COLUMNS)) * sizeof(real));
+    clear_block(block->d_k, keys->keys, p->dim);
+    clear_block(block->d_v, keys->keys, p->value_dim);
 }
 
 /* ---- weights and the gradients of scores ---- */
@@ -240,7 +247,7 @@ INLINE void gradient_rows(const attn_row_block *block, const attn_key_block *key
         } else {
             gradient_row(range.begin, range.end, lse, 1, delta, false, (row_extras){0}, t, dw);
         }
-        for (int64_t c = 0; c < PANEL; c += LANES) {
+        for (int64_t c = 0; c < PANEL && masks; c += LANES) {
             if (c >= range.begin && c < range.end) continue;
             v_store(t + c, v_all((real)-0.0));
             v_store(dw + c, v_all((real)-0.0));
@@ -263,8 +270,9 @@ static void backward_odd_rows(attn_row_block *block, const attn_key_block *key_b
         if (!block->is_odd[r]) continue;
         mask_row(rows, keys, r, range.begin, range.end, padding, tile.bias, t);
         if (all_masked(t, range.begin, range.end)) continue;
-        real largest = largest_score(t, range.begin, range.end);
-        real power = softmax_row(t, range.begin, range.end, largest > LOWEST ? largest : LOWEST, false, &added);
+        real power = largest_score(t, range.begin, range.end);
+        if (!(power > LOWEST)) power = LOWEST;
+        softmax_row(t, range.begin, range.end, false, &power, &added);
         real higher = *reference > power ? *reference : power;
         *sum = *sum * pow2_or_zero(*reference - higher) + added * pow2_or_zero(power - higher);
         *reference = higher;
@@ -277,11 +285,12 @@ static void backward_settle_odd_rows(attn_row_block *block) {
     }
 }
 
-/* Whether all rows see all keys, of which there are 64, with nothing added to a score. */
+/* Whether all rows see all keys, with nothing added to a score, and no vector holds more than these. */
 INLINE bool tile_is_plain(const attn_row_block *block, const attn_keys *keys, tile_range whole) {
     const attn_problem *p = block->rows.problem;
     bool has_mask = (p->mask.data != NULL || p->padding.data != NULL) && !keys->extra;
-    return whole.all_seen && whole.begin == 0 && whole.last == PANEL && !has_mask && !block->has_odd_lse;
+    bool all_there = whole.all_seen && whole.begin == 0 && whole.last == keys->keys && whole.end == keys->keys;
+    return all_there && !has_mask && !block->has_odd_lse;
 }
 
 /* Rows [first, first + count) of a block on their own. */
@@ -419,7 +428,7 @@ static void backward_delta(attn_row_block *block, const attn_key_block *key_bloc
         load_weight_gradient(&block->rows, &key_block->keys, gradients, r, tile.d_weights);
         vec partial[COLUMNS / LANES];
         UNROLL for (int v = 0; v < COLUMNS / LANES; v++) partial[v] = v_zero();
-        for (int64_t c = 0; c < PANEL; c += COLUMNS) {
+        for (int64_t c = 0; c < key_block->keys.keys; c += COLUMNS) {
             UNROLL for (int v = 0; v < COLUMNS / LANES; v++) {
                 vec w = v_load(weights + c + v * LANES), d = v_load(tile.d_weights + c + v * LANES);
                 d = v_where_equal(w, 0, v_zero(), d); /* what is masked may be anything */
@@ -440,7 +449,7 @@ static void backward_mask(attn_row_block *block, const attn_key_block *key_block
     if (!tile_gradients(block, key_block, gradients, tile, &is_plain)) return;
     for (int64_t r = 0; r < block->rows.count; r++) {
         real *to = (real *)sums + (sums_rows ? 0 : r * PANEL);
-        for (int64_t c = 0; c < PANEL; c += LANES) {
+        for (int64_t c = 0; c < key_block->keys.keys; c += LANES) {
             v_store(to + c, v_add(v_load(to + c), v_load(tile.d_scores + r * PANEL + c)));
         }
     }

@@ -171,13 +171,11 @@ INLINE void mask_outside(real *t, int64_t begin, int64_t low, int64_t high, int6
     }
 }
 
-/* False if the row sees nothing. */
-INLINE bool band_row(const attn_rows *rows, const attn_keys *keys, int64_t r, int64_t begin, int64_t end, real *t) {
+INLINE void band_row(const attn_rows *rows, const attn_keys *keys, int64_t r, int64_t begin, int64_t end, real *t) {
     int64_t low, high;
     visible_columns(rows, keys, r, &low, &high);
-    if (low >= high || low >= end || high <= begin) return false;
+    if (low >= high || low >= end || high <= begin) low = high = begin; /* it sees nothing */
     mask_outside(t, begin, low, high, end);
-    return true;
 }
 
 #endif

@@ -58,14 +58,19 @@ static void add_row(const void *row, int64_t count, void *to, rapt_dtype dtype, 
     }
 }
 
-/* The part of a panel that is whole LANES x LANES blocks, for rows of reals without gaps. */
+/* One LANES x LANES block. Inlined, a compiler would keep dozens of addresses for the next one, which may never come. */
+static __attribute__((noinline)) void pack_block(real *to, int64_t width, const real *rows, int64_t row_stride) {
+    vec block[LANES];
+    UNROLL for (int i = 0; i < LANES; i++) __builtin_prefetch(rows + (i + LANES) * row_stride);
+    v_load_transposed(rows, row_stride, block);
+    UNROLL for (int i = 0; i < LANES; i++) v_store(to + i * width, block[i]);
+}
+
+/* The part of a panel that is whole blocks, for rows of reals without gaps. */
 INLINE void pack_blocks(real *to, int64_t width, const real *rows, int64_t count, int64_t dim, int64_t row_stride) {
     for (int64_t r = 0; r < count; r += LANES) {
         for (int64_t d = 0; d < dim; d += LANES) {
-            vec block[LANES];
-            UNROLL for (int i = 0; i < LANES; i++) __builtin_prefetch(rows + (r + i + LANES) * row_stride + d);
-            v_load_transposed(rows + r * row_stride + d, row_stride, block);
-            UNROLL for (int i = 0; i < LANES; i++) v_store(to + (d + i) * width + r, block[i]);
+            pack_block(to + d * width + r, width, rows + r * row_stride + d, row_stride);
         }
     }
 }

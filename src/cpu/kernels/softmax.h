@@ -12,7 +12,7 @@
 
 /* 2^r for |r| <= 1/2: the polynomial with the least relative error, 1.9e-9 in degree 6 for float and 3.1e-18 in
  * degree 11 for double (before the coefficients are rounded), by Horner's rule. poly(0) is exactly 1. */
-INLINE vec v_pow2_fraction(vec r) {
+INLINE void v_pow2_fractions(const int N, const vec r[], vec p[]) {
 #ifdef RAPT_KERNEL_F32
     static const real coefficient[] = {0x1.41d334p-13f, 0x1.5f456ap-10f, 0x1.3b2dbcp-7f, 0x1.c6aed4p-5f,
                                        0x1.ebfbdap-3f,  0x1.62e430p-1f,  0x1p0f};
@@ -23,15 +23,27 @@ INLINE vec v_pow2_fraction(vec r) {
                                        0x1.ebfbdff82c5adp-3,  0x1.62e42fefa39efp-1,  0x1p0};
 #endif
     enum { TERMS = sizeof coefficient / sizeof *coefficient };
-    vec p = v_all(coefficient[0]);
-    UNROLL for (int i = 1; i < TERMS; i++) p = v_fma(p, r, v_all(coefficient[i]));
-    return p;
+    UNROLL for (int v = 0; v < N; v++) p[v] = v_all(coefficient[0]);
+    UNROLL for (int i = 1; i < TERMS; i++) {
+        UNROLL for (int v = 0; v < N; v++) p[v] = v_fma(p[v], r[v], v_all(coefficient[i]));
+    }
 }
 
-/* 2^(t - reference), 0 for -inf. */
+/* weight = 2^(t - reference), 0 for -inf, for N vectors in step: each is one long chain of operations that wait for each
+ * other, and a CPU looks ahead over only a few such chains. */
+enum { IN_STEP = 4 };
+INLINE void v_weights(const int N, const vec t[], const vec reference[], vec weight[]) {
+    vec n[IN_STEP], r[IN_STEP], p[IN_STEP];
+    UNROLL for (int v = 0; v < N; v++) n[v] = v_round(t[v]);
+    UNROLL for (int v = 0; v < N; v++) r[v] = v_sub(t[v], n[v]);
+    v_pow2_fractions(N, r, p);
+    UNROLL for (int v = 0; v < N; v++) weight[v] = v_times_pow2(p[v], v_sub(n[v], reference[v]));
+}
+
 INLINE vec v_weight(vec t, vec reference) {
-    vec n = v_round(t);
-    return v_times_pow2(v_pow2_fraction(v_sub(t, n)), v_sub(n, reference));
+    vec weight;
+    v_weights(1, &t, &reference, &weight);
+    return weight;
 }
 
 /* 2^k for an integer k <= 0, and 0 where v_times_pow2 gives 0. */
@@ -70,28 +82,49 @@ INLINE real largest_score(const real *t, int64_t begin, int64_t end) {
     return v_largest(largest[0]);
 }
 
-/* Scores t[begin, end) to weights in place, relative to the power that is returned; *sum gets their sum. begin and end
- * are multiples of COLUMNS. Masked scores are -inf, and so is `largest` if there are no others; with mark_masked the
- * weight of a masked key is -0 instead of +0. */
-INLINE real softmax_row(real *t, int64_t begin, int64_t end, real largest, bool mark_masked, real *sum) {
-    if (largest == (real)-INFINITY) {
-        for (int64_t c = begin; c < end; c += LANES) v_store(t + c, v_all((real)-0.0));
-        *sum = 0;
-        return largest;
+/* Scores t[begin, end) of R rows, CUT apart, to weights in place; begin and end are multiples of COLUMNS. `reference` holds
+ * the rows' largest scores and gets the powers that weights are relative to, `sum` gets their sums. Masked scores are
+ * -inf; with mark_masked the weight of a masked key is -0 instead of +0. */
+enum { VECTORS = COLUMNS / LANES, ROWS_IN_STEP = VECTORS < IN_STEP ? IN_STEP / VECTORS : 1 };
+INLINE void softmax_rows(const int R, real *t, int64_t begin, int64_t end, bool mark_masked, real *reference,
+                         real *sum) {
+    enum { MOST = ROWS_IN_STEP * VECTORS };
+    const int vectors = R * VECTORS, N = vectors < IN_STEP ? vectors : IN_STEP;
+    vec power[MOST], partial[MOST];
+    UNROLL for (int v = 0; v < vectors; v++) {
+        power[v] = v_round(v_all(reference[v / VECTORS]));
+        partial[v] = v_zero();
     }
-    vec reference = v_round(v_all(largest)), partial[COLUMNS / LANES];
-    UNROLL for (int v = 0; v < COLUMNS / LANES; v++) partial[v] = v_zero();
     for (int64_t c = begin; c < end; c += COLUMNS) {
-        UNROLL for (int v = 0; v < COLUMNS / LANES; v++) {
-            vec score = v_load(t + c + v * LANES);
-            vec weight = v_weight(score, reference);
-            if (mark_masked) weight = v_where_masked(score, v_all((real)-0.0), weight);
-            v_store(t + c + v * LANES, weight);
-            partial[v] = v_add(partial[v], weight);
+        UNROLL for (int first = 0; first < vectors; first += N) {
+            vec score[IN_STEP], weight[IN_STEP];
+            real *at[IN_STEP];
+            UNROLL for (int v = 0; v < N; v++) {
+                at[v] = t + (first + v) / VECTORS * CUT + c + (first + v) % VECTORS * LANES;
+                score[v] = v_load(at[v]);
+            }
+            v_weights(N, score, power + first, weight);
+            UNROLL for (int v = 0; v < N; v++) {
+                if (mark_masked) weight[v] = v_where_masked(score[v], v_all((real)-0.0), weight[v]);
+                v_store(at[v], weight[v]);
+                partial[first + v] = v_add(partial[first + v], weight[v]);
+            }
         }
     }
-    *sum = sum_of_columns(partial);
-    return v_first(reference); /* the same in every lane */
+    UNROLL for (int r = 0; r < R; r++) {
+        reference[r] = v_first(power[r * VECTORS]); /* the same in every lane */
+        sum[r] = sum_of_columns(partial + r * VECTORS);
+    }
+}
+
+/* The same for one row, of which all scores may be masked: then its largest is -inf. */
+INLINE void softmax_row(real *t, int64_t begin, int64_t end, bool mark_masked, real *reference, real *sum) {
+    if (*reference == (real)-INFINITY) {
+        for (int64_t c = begin; c < end; c += LANES) v_store(t + c, v_all((real)-0.0));
+        *sum = 0;
+    } else {
+        softmax_rows(1, t, begin, end, mark_masked, reference, sum);
+    }
 }
 
 #endif

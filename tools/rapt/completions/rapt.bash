@@ -1,28 +1,25 @@
 # bash completion for rapt(1)
 _rapt() {
-    local word=${COMP_WORDS[COMP_CWORD]} previous=${COMP_WORDS[COMP_CWORD - 1]} command=${COMP_WORDS[1]} options=
-    local schemes="pytorch lucid separate llama wq scirs2 mlx bert gpt2"
+    local word=${COMP_WORDS[COMP_CWORD]} previous=${COMP_WORDS[COMP_CWORD - 1]} command=${COMP_WORDS[1]} choices= options=
+    local commands="run check inspect convert plot bench info"
     COMPREPLY=()
-    if [ "$COMP_CWORD" = 1 ] || { [ "$COMP_CWORD" = 2 ] && [ "$command" = help ]; }; then
-        mapfile -t COMPREPLY < <(compgen -W "run check inspect convert plot bench info help --help --version" -- "$word")
-        return
+    # --name=value is three words to readline
+    if [ "$word" = = ]; then
+        word=
+    elif [ "$previous" = = ]; then
+        previous=${COMP_WORDS[COMP_CWORD - 2]}
     fi
     case $previous in
-    --scheme | --from-scheme) options=$schemes ;;
-    --dtype) options="f32 f64 bf16 f16" ;;
-    --isa) options="auto baseline avx2 avx512 neon" ;;
-    --backend) options="cpu reference" ;;
-    --color) options="auto always never" ;;
-    --prefix | --to-prefix | --heads | --kv-heads | --threads | --tolerance | --head | --sequence | --title | --filter | --seconds)
-        return
-        ;;
+    --scheme | --from-scheme) choices="pytorch lucid separate llama wq scirs2 mlx bert gpt2" ;;
+    --dtype) choices="f32 f64 bf16 f16" ;;
+    --isa) choices="auto baseline avx2 avx512 neon" ;;
+    --backend) choices="cpu reference" ;;
+    --color) choices="auto always never" ;;
+    --prefix | --to-prefix | --heads | --kv-heads | --head-dim | --scale | --window | --threads | --tolerance | --head | \
+        --sequence | --title | --filter | --seconds) return ;;
     esac
-    if [ -n "$options" ]; then
-        mapfile -t COMPREPLY < <(compgen -W "$options" -- "$word")
-        return
-    fi
-    local layer="--prefix --heads --kv-heads --scheme --dtype"
-    local forward="$layer --input --key --value --seq-first --causal --mask --padding --threads --isa --backend"
+    local layer="--prefix --heads --kv-heads --head-dim --scale --ignore-extra --scheme --dtype"
+    local forward="$layer --input --key --value --seq-first --causal --window --mask --padding --threads --isa --backend"
     case $command in
     run) options="$forward --output --weights" ;;
     check) options="$forward --expect --expect-weights --tolerance --json" ;;
@@ -32,9 +29,17 @@ _rapt() {
     bench) options="--threads --isa --filter --seconds --json" ;;
     info) options="--json" ;;
     esac
-    if [[ $word == -* ]]; then
-        mapfile -t COMPREPLY < <(compgen -W "$options --help" -- "$word")
-    else
+    if [ "$COMP_CWORD" = 1 ]; then
+        choices="$commands help"
+        [[ $word != -* ]] || choices="--help --version"
+    elif [ "$command" = help ]; then
+        [ "$COMP_CWORD" != 2 ] || choices=$commands
+    elif [ -z "$choices" ] && [[ $word == -* ]]; then
+        choices="$options --help"
+    fi
+    if [ -n "$choices" ]; then
+        mapfile -t COMPREPLY < <(compgen -W "$choices" -- "$word")
+    elif [[ $command != bench && $command != info && $command != help ]]; then
         compopt -o filenames 2>/dev/null
         mapfile -t COMPREPLY < <(compgen -f -- "$word")
     fi

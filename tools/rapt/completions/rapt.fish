@@ -1,24 +1,42 @@
 # fish completion for rapt(1)
+function __rapt_command_is # one of these; without any: there is none yet
+    set -l words (commandline -opc)
+    if test (count $argv) -eq 0
+        test (count $words) -eq 1
+    else
+        test (count $words) -gt 1; and contains -- $words[2] $argv
+    end
+end
+function __rapt_needs_name # after help
+    __rapt_command_is help; and test (count (commandline -opc)) -eq 2
+end
+function __rapt_command # name, description
+    complete -c rapt -n __rapt_command_is -a $argv[1] -d $argv[2]
+    complete -c rapt -n __rapt_needs_name -a $argv[1] -d $argv[2]
+end
 function __rapt_option # commands, then the arguments of complete
-    complete -c rapt -n "__fish_seen_subcommand_from $argv[1]" $argv[2..]
+    complete -c rapt -n "__rapt_command_is $argv[1]" $argv[2..]
 end
 
-set -l schemes "pytorch lucid separate llama wq scirs2 mlx bert gpt2"
-complete -c rapt -n __fish_use_subcommand -f -a run -d "Run a layer over an input"
-complete -c rapt -n __fish_use_subcommand -f -a check -d "Compare a layer's output"
-complete -c rapt -n __fish_use_subcommand -f -a inspect -d "List tensors and attention layers"
-complete -c rapt -n __fish_use_subcommand -f -a convert -d "Write a layer under other names"
-complete -c rapt -n __fish_use_subcommand -f -a plot -d "Draw attention weights"
-complete -c rapt -n __fish_use_subcommand -f -a bench -d "Time this machine"
-complete -c rapt -n __fish_use_subcommand -f -a info -d "Version, CPU, threads"
-complete -c rapt -n __fish_use_subcommand -f -a help -d "List options"
-complete -c rapt -l version -n __fish_use_subcommand -d "Print the version"
-complete -c rapt -l help -d "List options"
-complete -c rapt -n "__fish_seen_subcommand_from bench info help" -f
+complete -c rapt -n "not __rapt_command_is run check inspect convert plot" -f
+__rapt_command run "Run a layer over an input"
+__rapt_command check "Compare a layer's output"
+__rapt_command inspect "List tensors and attention layers"
+__rapt_command convert "Write a layer under other names"
+__rapt_command plot "Draw attention weights"
+__rapt_command bench "Time this machine"
+__rapt_command info "Version, CPU, threads"
+complete -c rapt -n __rapt_command_is -a help -d "List options"
+complete -c rapt -n __rapt_command_is -l version -d "Print the version"
+complete -c rapt -n "not __rapt_command_is help" -l help -d "List options"
 
+set -l schemes "pytorch lucid separate llama wq scirs2 mlx bert gpt2"
 __rapt_option "run check convert" -l prefix -x -d "What the names begin with"
 __rapt_option "run check convert" -l heads -x -d "Query heads"
 __rapt_option "run check convert" -l kv-heads -x -d "Key and value heads"
+__rapt_option "run check convert" -l head-dim -x -d "Features of a head"
+__rapt_option "run check convert" -l scale -x -d "What scores are multiplied by"
+__rapt_option "run check convert" -l ignore-extra -d "Leave out tensors that are not known"
 __rapt_option "run check convert" -l scheme -x -a "$schemes" -d "How tensors are named"
 __rapt_option "run check convert" -l dtype -x -a "f32 f64 bf16 f16" -d "Element type"
 __rapt_option "run check" -l input -r -F -d "Query, key and value"
@@ -26,6 +44,7 @@ __rapt_option "run check" -l key -r -F -d "Another key"
 __rapt_option "run check" -l value -r -F -d "Another value"
 __rapt_option "run check" -l seq-first -d "Batches are [L,N,E]"
 __rapt_option "run check" -l causal -d "See no later key"
+__rapt_option "run check" -l window -x -d "How far a query sees: W or LEFT,RIGHT"
 __rapt_option "run check" -l mask -r -F -d "Attention mask"
 __rapt_option "run check" -l padding -r -F -d "Key padding mask"
 __rapt_option "run check bench" -l threads -x -d "How many"
