@@ -90,6 +90,9 @@ if(RAPT_SANITIZE OR CMAKE_CROSSCOMPILING)
   return()
 endif()
 add_test(NAME header_alone COMMAND ${PROJECT_SOURCE_DIR}/tests/header_test.sh ${PROJECT_SOURCE_DIR}/include)
+add_test(NAME training_program
+  COMMAND ${PROJECT_SOURCE_DIR}/tests/training_test.sh ${PROJECT_SOURCE_DIR}/include $<TARGET_FILE:rapt_static>)
+set_tests_properties(training_program PROPERTIES ENVIRONMENT "CC=${CMAKE_C_COMPILER}")
 if(TARGET rapt AND CMAKE_SYSTEM_NAME STREQUAL Linux)
   add_test(NAME exports
     COMMAND ${PROJECT_SOURCE_DIR}/tests/exports_test.sh $<TARGET_FILE:rapt> ${PROJECT_SOURCE_DIR}/tests/exports.txt)

@@ -588,10 +588,13 @@ static void modes_and_dropout(void) {
 
 static void test_modes_and_dropout(void **state) {
     (void)state;
+    static const rapt_backend backends[] = {RAPT_BACKEND_CPU, RAPT_BACKEND_REFERENCE};
     rapt_context *shared = context;
-    context = make_context(1, RAPT_ISA_AUTO, RAPT_BACKEND_REFERENCE);
-    modes_and_dropout();
-    rapt_context_destroy(context);
+    for (int i = 0; i < 2; i++) {
+        context = make_context(2, RAPT_ISA_AUTO, backends[i]);
+        modes_and_dropout();
+        rapt_context_destroy(context);
+    }
     context = shared;
 }
 

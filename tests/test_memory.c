@@ -247,6 +247,146 @@ static void test_layer_keeps_allocator(void **state) {
     assert_nothing_left(&c);
 }
 
+/* ---- training ---- */
+
+typedef struct training {
+    rapt_context *context;
+    rapt_mha *layer;
+    rapt_mha_state *state;
+    rapt_tensor x, y, d_y, d_x, d_weight, d_bias, d_bias_k; /* of L tokens; a call may take fewer */
+    rapt_mha_gradients gradients;
+    counter *counter;
+} training;
+
+static void set_training(training *a, counter *c) {
+    test_random random = {2};
+    int64_t shape[3] = {N, L, E}, rows = (H + 2 * KV) * DIM;
+    *a = (training){.counter = c};
+    a->x = make_tensor(RAPT_F32, 3, shape);
+    a->y = make_tensor(RAPT_F32, 3, shape);
+    a->d_y = make_tensor(RAPT_F32, 3, shape);
+    a->d_x = make_tensor(RAPT_F32, 3, shape);
+    a->d_weight = make_tensor(RAPT_F32, 2, (int64_t[]){rows, E});
+    a->d_bias = make_tensor(RAPT_F32, 1, &rows);
+    a->d_bias_k = make_tensor(RAPT_F32, 3, (int64_t[]){1, 1, KV * DIM});
+    const rapt_tensor *filled[] = {&a->x, &a->d_y, &a->y, &a->d_x, &a->d_weight, &a->d_bias, &a->d_bias_k};
+    for (int i = 0; i < 7; i++) fill_random(&random, filled[i], 1);
+    a->gradients =
+        (rapt_mha_gradients){.in_proj_weight = &a->d_weight, .in_proj_bias = &a->d_bias, .bias_k = &a->d_bias_k};
+}
+
+static void clear_training(training *a) {
+    rapt_tensor *all[] = {&a->x, &a->y, &a->d_y, &a->d_x, &a->d_weight, &a->d_bias, &a->d_bias_k};
+    for (int i = 0; i < 7; i++) free_tensor(all[i]);
+    rapt_mha_state_destroy(a->state);
+    rapt_mha_destroy(a->layer);
+    rapt_context_destroy(a->context);
+}
+
+static uint64_t sum_training(const training *a) {
+    const rapt_tensor *written[] = {&a->y, &a->d_x, &a->d_weight, &a->d_bias, &a->d_bias_k};
+    const rapt_mha_saved *saved = rapt_mha_state_saved(a->state);
+    uint64_t sum = 0;
+    for (int i = 0; i < 5; i++) sum = checksum(sum, written[i]);
+    if (saved == NULL) return sum;
+    const rapt_tensor *kept[] = {&saved->query, &saved->key, &saved->value, &saved->attended, &saved->lse};
+    for (int i = 0; i < 5; i++) sum = checksum(sum, kept[i]);
+    return sum;
+}
+
+static rapt_status make_training_layer(training *a, int64_t tokens) {
+    (void)tokens;
+    rapt_mha_config config = rapt_mha_config_default(E, H);
+    config.num_kv_heads = KV;
+    config.batch_first = config.add_bias_kv = true;
+    config.dropout = 0.5;
+    return rapt_mha_create(a->context, &config, &a->layer);
+}
+static rapt_status make_training_state(training *a, int64_t tokens) {
+    (void)tokens;
+    return rapt_mha_state_create(a->context, &a->state);
+}
+static rapt_status forward_with_state(training *a, int64_t tokens) {
+    rapt_tensor x, y;
+    rapt_options options = {.causal = true, .state = a->state, .set_dropout_seed = true};
+    assert_ok(a->context, rapt_tensor_slice(a->context, &a->x, 1, 0, tokens, &x));
+    assert_ok(a->context, rapt_tensor_slice(a->context, &a->y, 1, 0, tokens, &y));
+    return rapt_mha_forward(a->context, a->layer, &x, &x, &x, &options, &y);
+}
+static rapt_status run_backward(training *a, int64_t tokens) {
+    rapt_tensor d_x, d_y;
+    assert_ok(a->context, rapt_tensor_slice(a->context, &a->d_x, 1, 0, tokens, &d_x));
+    assert_ok(a->context, rapt_tensor_slice(a->context, &a->d_y, 1, 0, tokens, &d_y));
+    a->gradients.query = a->gradients.key = a->gradients.value = &d_x;
+    return rapt_mha_backward(a->context, a->layer, a->state, &d_y, NULL, &a->gradients);
+}
+
+/* Refused by the allocator, a step changes neither results nor what the state keeps, and works the next time. */
+static void train_step(training *a, rapt_status (*call)(training *a, int64_t tokens), int64_t tokens) {
+    uint64_t untouched = sum_training(a);
+    a->counter->has_failed = false;
+    rapt_status status = call(a, tokens);
+    if (a->counter->has_failed) {
+        assert_int_equal(status, RAPT_ERROR_MEMORY);
+        assert_non_null(strstr(rapt_error_message(a->context), "out of memory: "));
+        assert_int_equal(sum_training(a), untouched);
+        status = call(a, tokens);
+    }
+    assert_ok(a->context, status);
+}
+
+/* A short sequence, then a longer one for which the state must grow. False when nothing was left to refuse. */
+static bool train_round(int32_t threads, int64_t fail_at, uint64_t *sum) {
+    counter c = {0};
+    training a;
+    set_training(&a, &c);
+    a.context = counting_context(&c, threads);
+    c.fail_at = fail_at == 0 ? 0 : c.allocations + fail_at;
+    train_step(&a, make_training_layer, 0);
+    train_step(&a, make_training_state, 0);
+    for (int64_t tokens = 2; tokens <= L; tokens += L - 2) {
+        train_step(&a, forward_with_state, tokens);
+        train_step(&a, run_backward, tokens);
+    }
+    *sum = sum_training(&a);
+    int64_t allocations = c.allocations;
+    for (int64_t tokens = L; tokens > 0; tokens--) { /* none with sizes no larger allocates */
+        train_step(&a, forward_with_state, tokens);
+        train_step(&a, run_backward, tokens);
+    }
+    assert_int_equal(c.allocations, allocations);
+    clear_training(&a);
+    assert_nothing_left(&c);
+    return allocations >= c.fail_at;
+}
+
+static void test_training_out_of_memory(void **state) {
+    (void)state;
+    for (int32_t threads = 1; threads <= 3; threads += 2) {
+        uint64_t expected, sum;
+        int64_t fail_at = 1;
+        train_round(threads, 0, &expected);
+        for (; train_round(threads, fail_at, &sum); fail_at++) assert_int_equal(sum, expected);
+        assert_true(fail_at > 3 + 1 + 2 + 2); /* the layer, the state, its memory twice, scratch memory */
+    }
+}
+
+static void test_state_keeps_allocator(void **state) {
+    (void)state;
+    counter c = {0};
+    training a;
+    set_training(&a, &c);
+    a.context = counting_context(&c, 1);
+    train_step(&a, make_training_layer, 0);
+    train_step(&a, make_training_state, 0);
+    train_step(&a, forward_with_state, L);
+    rapt_context_destroy(a.context); /* the state stays */
+    a.context = make_context(1, RAPT_ISA_AUTO, RAPT_BACKEND_CPU);
+    train_step(&a, run_backward, L);
+    clear_training(&a);
+    assert_nothing_left(&c);
+}
+
 /* ---- after a call, none with sizes no larger allocates ---- */
 
 typedef struct operator_sizes {
@@ -602,6 +742,8 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_out_of_memory),
         cmocka_unit_test(test_layer_keeps_allocator),
+        cmocka_unit_test(test_training_out_of_memory),
+        cmocka_unit_test(test_state_keeps_allocator),
         cmocka_unit_test(test_operator_allocates_once),
         cmocka_unit_test(test_layer_allocates_once),
         cmocka_unit_test(test_decoding_allocates_nothing),

@@ -20,12 +20,23 @@ enum { THREADS = 8, E = 48, HEADS = 4, N = 2, L = 40 };
 
 /* ---- what the threads share: one layer, one input, the right answer ---- */
 
-static rapt_mha *layer, *dropping; /* the second one has dropout, which only eval mode allows */
-static rapt_tensor input, expected, heads, expected_heads;
+static rapt_mha *layer, *dropping; /* the second one has dropout, which eval mode does not draw */
+static rapt_tensor input, expected, expected_gradient, heads, expected_heads;
 
 static rapt_status run_layer(rapt_context *context, const rapt_mha *which, rapt_mode mode, const rapt_tensor *out) {
     rapt_options options = {.causal = true, .mode = mode};
     return rapt_mha_forward(context, which, &input, &input, &input, &options, out);
+}
+
+/* Forward into `out` and backward, with the input as the gradient of the output, into `gradient`: that of the input. */
+static rapt_status train_layer(rapt_context *context, const rapt_tensor *out, const rapt_tensor *gradient) {
+    rapt_options options = {.causal = true, .set_dropout_seed = true, .dropout_seed = 3};
+    rapt_mha_gradients gradients = {.query = gradient, .key = gradient, .value = gradient};
+    rapt_status status = rapt_mha_state_create(context, &options.state);
+    if (status == RAPT_OK) status = rapt_mha_forward(context, dropping, &input, &input, &input, &options, out);
+    if (status == RAPT_OK) status = rapt_mha_backward(context, dropping, options.state, &input, NULL, &gradients);
+    rapt_mha_state_destroy(options.state);
+    return status;
 }
 
 static int set_up(void **state) {
@@ -40,10 +51,12 @@ static int set_up(void **state) {
     test_random random = {7};
     input = make_tensor(RAPT_F32, 3, (int64_t[]){N, L, E});
     expected = make_tensor(RAPT_F32, 3, input.shape);
+    expected_gradient = make_tensor(RAPT_F32, 3, input.shape);
     heads = make_tensor(RAPT_F32, 4, (int64_t[]){1, 3, 100, 16});
     expected_heads = make_tensor(RAPT_F32, 4, heads.shape);
     fill_random(&random, &input, 1);
     fill_random(&random, &heads, 1);
+    assert_ok(context, train_layer(context, &expected, &expected_gradient));
     assert_ok(context, run_layer(context, layer, RAPT_MODE_DEFAULT, &expected));
     assert_ok(context, rapt_attention_forward(context, &heads, &heads, &heads, NULL, &expected_heads));
     assert_true(largest_magnitude(&expected) > 0 && largest_magnitude(&expected_heads) > 0);
@@ -55,8 +68,8 @@ static int tear_down(void **state) {
     (void)state;
     rapt_mha_destroy(layer);
     rapt_mha_destroy(dropping);
-    rapt_tensor *tensors[] = {&input, &expected, &heads, &expected_heads};
-    for (int i = 0; i < 4; i++) free_tensor(tensors[i]);
+    rapt_tensor *tensors[] = {&input, &expected, &expected_gradient, &heads, &expected_heads};
+    for (int i = 0; i < 5; i++) free_tensor(tensors[i]);
     return 0;
 }
 
@@ -139,17 +152,17 @@ static void test_shared_pool(void **state) {
     }
 }
 
-/* Half of the threads train and are refused, half evaluate: the layer's own mode stays what it is. */
+/* Half of the threads train, half evaluate: the layer's own mode stays what it is. */
 static void *compute_in_own_mode(void *arg) {
     worker *w = arg;
     rapt_context *context = context_for(w);
     for (int i = 0; context != NULL && i < w->rounds; i++) {
         bool training = (w->index + i) % 2 == 0;
         rapt_status status = run_layer(context, dropping, training ? RAPT_MODE_TRAIN : RAPT_MODE_EVAL, &w->out);
-        if (status == (training ? RAPT_ERROR_UNSUPPORTED : RAPT_OK)) w->right++;
-        if (!training && same_bits(&w->out, &expected)) w->right++; /* same seed, and eval draws no dropout */
-        if (training) w->right++;
-        if (run_layer(context, dropping, RAPT_MODE_DEFAULT, &w->out) != RAPT_ERROR_UNSUPPORTED) w->other++;
+        if (status == RAPT_OK) w->right++;
+        if (same_bits(&w->out, &expected) != training) w->right++; /* same seed, and eval draws no dropout */
+        if (run_layer(context, dropping, RAPT_MODE_DEFAULT, &w->out) != RAPT_OK) w->other++;
+        if (same_bits(&w->out, &expected)) w->other++;
     }
     rapt_context_destroy(context);
     return NULL;
@@ -163,6 +176,28 @@ static void test_mode_per_call(void **state) {
     assert_all_right(workers, 2);
     for (int i = 0; i < THREADS; i++) assert_int_equal(workers[i].other, 0);
     assert_true(rapt_mha_is_training(dropping));
+}
+
+/* Threads that share a layer train it, each with a state of its own. */
+static void *train_shared(void *arg) {
+    worker *w = arg;
+    rapt_context *context = context_for(w);
+    rapt_tensor gradient = rapt_tensor_of(w->head_out.data, RAPT_F32, 3, input.shape); /* which is large enough */
+    for (int i = 0; context != NULL && i < w->rounds; i++) {
+        memset(gradient.data, 0xff, N * L * E * sizeof(float));
+        rapt_status status = train_layer(context, &w->out, &gradient);
+        if (status == RAPT_OK && same_bits(&gradient, &expected_gradient)) w->right++;
+    }
+    rapt_context_destroy(context);
+    return NULL;
+}
+
+static void test_shared_training(void **state) {
+    (void)state;
+    worker workers[THREADS];
+    assert_true(N * L * E <= rapt_tensor_count(&heads));
+    run_workers(train_shared, NULL, NULL, workers);
+    assert_all_right(workers, 1);
 }
 
 /* One context for all threads is a mistake, but one with a status: whoever gets in computes rightly. */
@@ -442,11 +477,17 @@ static void test_fork_while_computing(void **state) {
 int main(void) {
     skip_without_forced_isa();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_shared_layer),         cmocka_unit_test(test_shared_pool),
-        cmocka_unit_test(test_mode_per_call),        cmocka_unit_test(test_one_context_for_all),
-        cmocka_unit_test(test_short_lives),          cmocka_unit_test(test_workers_work),
-        cmocka_unit_test(test_sleeping_workers),     cmocka_unit_test(test_fork),
-        cmocka_unit_test(test_fork_shared_pool),     cmocka_unit_test(test_fork_starts_workers),
+        cmocka_unit_test(test_shared_layer),
+        cmocka_unit_test(test_shared_pool),
+        cmocka_unit_test(test_mode_per_call),
+        cmocka_unit_test(test_shared_training),
+        cmocka_unit_test(test_one_context_for_all),
+        cmocka_unit_test(test_short_lives),
+        cmocka_unit_test(test_workers_work),
+        cmocka_unit_test(test_sleeping_workers),
+        cmocka_unit_test(test_fork),
+        cmocka_unit_test(test_fork_shared_pool),
+        cmocka_unit_test(test_fork_starts_workers),
         cmocka_unit_test(test_fork_while_computing),
     };
     return cmocka_run_group_tests(tests, set_up, tear_down);
