@@ -21,29 +21,41 @@ typedef struct shape {
     bool causal;
     limit limit;
     rapt_dtype cache; /* of a cache that holds the keys and values before these; 0: none */
+    bool trains;      /* forward and backward */
 } shape;
 
 static const shape shapes[] = {
-    {"P1", "N1 H8 L512 D64", 1, 8, 8, 512, 512, 64, 0, false, PEAK, 0},
-    {"P1c", "the same, causal", 1, 8, 8, 512, 512, 64, 0, true, PEAK, 0},
-    {"P2", "N1 H8 L2048 D64", 1, 8, 8, 2048, 2048, 64, 0, false, PEAK, 0},
-    {"P2c", "the same, causal", 1, 8, 8, 2048, 2048, 64, 0, true, PEAK, 0},
-    {"P3", "N1 H16 L4096 D128", 1, 16, 16, 4096, 4096, 128, 0, false, PEAK, 0},
-    {"P3c", "the same, causal", 1, 16, 16, 4096, 4096, 128, 0, true, PEAK, 0},
-    {"P4", "N1 H32 Hk8 L1024 D128", 1, 32, 8, 1024, 1024, 128, 0, false, PEAK, 0},
-    {"P4c", "the same, causal", 1, 32, 8, 1024, 1024, 128, 0, true, PEAK, 0},
-    {"D1", "N1 H32 Hk8 L1 S4096 D128, cold", 1, 32, 8, 1, 4096, 128, 0, false, READ_COLD, 0},
-    {"D2", "N1 H12 L1 S1024 D64, warm", 1, 12, 12, 1, 1024, 64, 0, false, READ_WARM, 0},
-    {"D1k", "D1 through a cache, f32", 1, 32, 8, 1, 4096, 128, 0, true, READ_COLD, RAPT_F32},
-    {"D1h", "D1 through a cache, f16", 1, 32, 8, 1, 4096, 128, 0, true, READ_COLD, RAPT_F16},
-    {"D1b", "D1 through a cache, bf16", 1, 32, 8, 1, 4096, 128, 0, true, READ_COLD, RAPT_BF16},
-    {"D2k", "D2 through a cache, f32", 1, 12, 12, 1, 1024, 64, 0, true, READ_WARM, RAPT_F32},
-    {"D8k", "N8 H32 Hk8 S1024 D128, cache", 8, 32, 8, 1, 1024, 128, 0, true, READ_COLD, RAPT_F32},
-    {"T1", "layer E4096 H32 Hk8, a token", 1, 32, 8, 1, 1024, 128, 4096, true, READ_COLD, RAPT_F32},
-    {"S1", "N1 H4 L16 D16", 1, 4, 4, 16, 16, 16, 0, false, PEAK, 0},
-    {"W1", "N64 H4 L49 D32", 64, 4, 4, 49, 49, 32, 0, false, PEAK, 0},
-    {"L1", "layer E512 H8 N8 L128", 8, 8, 8, 128, 128, 64, 512, false, PEAK, 0},
-    {"L2", "layer E1024 H16 N1 L1024", 1, 16, 16, 1024, 1024, 64, 1024, false, PEAK, 0},
+    {"P1", "N1 H8 L512 D64", 1, 8, 8, 512, 512, 64, 0, false, PEAK, 0, false},
+    {"P1c", "the same, causal", 1, 8, 8, 512, 512, 64, 0, true, PEAK, 0, false},
+    {"P2", "N1 H8 L2048 D64", 1, 8, 8, 2048, 2048, 64, 0, false, PEAK, 0, false},
+    {"P2c", "the same, causal", 1, 8, 8, 2048, 2048, 64, 0, true, PEAK, 0, false},
+    {"P3", "N1 H16 L4096 D128", 1, 16, 16, 4096, 4096, 128, 0, false, PEAK, 0, false},
+    {"P3c", "the same, causal", 1, 16, 16, 4096, 4096, 128, 0, true, PEAK, 0, false},
+    {"P4", "N1 H32 Hk8 L1024 D128", 1, 32, 8, 1024, 1024, 128, 0, false, PEAK, 0, false},
+    {"P4c", "the same, causal", 1, 32, 8, 1024, 1024, 128, 0, true, PEAK, 0, false},
+    {"D1", "N1 H32 Hk8 L1 S4096 D128, cold", 1, 32, 8, 1, 4096, 128, 0, false, READ_COLD, 0, false},
+    {"D2", "N1 H12 L1 S1024 D64, warm", 1, 12, 12, 1, 1024, 64, 0, false, READ_WARM, 0, false},
+    {"D1k", "D1 through a cache, f32", 1, 32, 8, 1, 4096, 128, 0, true, READ_COLD, RAPT_F32, false},
+    {"D1h", "D1 through a cache, f16", 1, 32, 8, 1, 4096, 128, 0, true, READ_COLD, RAPT_F16, false},
+    {"D1b", "D1 through a cache, bf16", 1, 32, 8, 1, 4096, 128, 0, true, READ_COLD, RAPT_BF16, false},
+    {"D2k", "D2 through a cache, f32", 1, 12, 12, 1, 1024, 64, 0, true, READ_WARM, RAPT_F32, false},
+    {"D8k", "N8 H32 Hk8 S1024 D128, cache", 8, 32, 8, 1, 1024, 128, 0, true, READ_COLD, RAPT_F32, false},
+    {"T1", "layer E4096 H32 Hk8, a token", 1, 32, 8, 1, 1024, 128, 4096, true, READ_COLD, RAPT_F32, false},
+    {"S1", "N1 H4 L16 D16", 1, 4, 4, 16, 16, 16, 0, false, PEAK, 0, false},
+    {"W1", "N64 H4 L49 D32", 64, 4, 4, 49, 49, 32, 0, false, PEAK, 0, false},
+    {"L1", "layer E512 H8 N8 L128", 8, 8, 8, 128, 128, 64, 512, false, PEAK, 0, false},
+    {"L2", "layer E1024 H16 N1 L1024", 1, 16, 16, 1024, 1024, 64, 1024, false, PEAK, 0, false},
+    {"P1t", "trained: N1 H8 L512 D64", 1, 8, 8, 512, 512, 64, 0, false, PEAK, 0, true},
+    {"P1ct", "the same, causal", 1, 8, 8, 512, 512, 64, 0, true, PEAK, 0, true},
+    {"P2t", "trained: N1 H8 L2048 D64", 1, 8, 8, 2048, 2048, 64, 0, false, PEAK, 0, true},
+    {"P2ct", "the same, causal", 1, 8, 8, 2048, 2048, 64, 0, true, PEAK, 0, true},
+    {"P3t", "trained: N1 H16 L4096 D128", 1, 16, 16, 4096, 4096, 128, 0, false, PEAK, 0, true},
+    {"P3ct", "the same, causal", 1, 16, 16, 4096, 4096, 128, 0, true, PEAK, 0, true},
+    {"P4t", "trained: N1 H32 Hk8 L1024 D128", 1, 32, 8, 1024, 1024, 128, 0, false, PEAK, 0, true},
+    {"P4ct", "the same, causal", 1, 32, 8, 1024, 1024, 128, 0, true, PEAK, 0, true},
+    {"S1t", "trained: N1 H4 L16 D16", 1, 4, 4, 16, 16, 16, 0, false, PEAK, 0, true},
+    {"L1t", "trained: layer E512 H8 N8 L128", 8, 8, 8, 128, 128, 64, 512, false, PEAK, 0, true},
+    {"L2t", "trained: layer E1024 H16 N1 L1024", 1, 16, 16, 1024, 1024, 64, 1024, false, PEAK, 0, true},
 };
 enum { SHAPES = sizeof shapes / sizeof *shapes };
 
@@ -81,7 +93,8 @@ static rapt_tensor random_tensor(int32_t ndim, const int64_t *sizes) {
 
 static double operations_of(const shape *s) {
     double attention = 4.0 * (double)(s->n * s->heads) * (double)(s->l * s->s * s->d) * (s->causal ? 0.5 : 1);
-    return attention + 8.0 * (double)(s->n * s->l) * (double)(s->embed_dim * s->embed_dim);
+    double projections = 8.0 * (double)(s->n * s->l) * (double)(s->embed_dim * s->embed_dim);
+    return s->trains ? 3.5 * attention + 3 * projections : attention + projections; /* two products, and five back */
 }
 
 /* Of keys, values and weights, each read once. */
@@ -100,6 +113,9 @@ typedef struct job {
     rapt_cache *cache; /* NULL: none */
     rapt_tensor q, k, v, out;
     rapt_options options;
+    rapt_tensor lse, d_out, d_q, d_k, d_v; /* if it trains */
+    rapt_mha_state *state;
+    rapt_mha_gradients *gradients;
     int repeats;   /* calls in a round, which takes a millisecond or one call */
     bool is_short; /* so that cold caches would show in the time of a call */
 } job;
@@ -107,10 +123,16 @@ typedef struct job {
 static void run_job(rapt_context *context, const job *j) {
     if (j->layer != NULL) {
         check(context, rapt_mha_forward(context, j->layer, &j->q, &j->k, &j->v, &j->options, &j->out));
+        if (j->shape->trains)
+            check(context, rapt_mha_backward(context, j->layer, j->state, &j->d_out, NULL, j->gradients));
         if (j->cache != NULL) check(context, rapt_cache_truncate(context, j->cache, RAPT_ALL, j->shape->s));
     } else {
         const rapt_tensor *k = j->cache == NULL ? &j->k : NULL, *v = j->cache == NULL ? &j->v : NULL;
         check(context, rapt_attention_forward(context, &j->q, k, v, &j->options, &j->out));
+        if (!j->shape->trains) return;
+        rapt_attention_gradients gradients = {.query = &j->d_q, .key = &j->d_k, .value = &j->d_v};
+        check(context,
+              rapt_attention_backward(context, &j->q, k, v, &j->options, &j->out, &j->d_out, NULL, &gradients));
     }
 }
 
@@ -129,7 +151,25 @@ static rapt_cache *make_cache(rapt_context *context, const shape *s) {
     return cache;
 }
 
-static job make_job(rapt_context *context, const shape *s) {
+/* What a backward needs and gives. The job stays where it is, since others point into it. */
+static void prepare_training(rapt_context *context, job *j) {
+    const shape *s = j->shape;
+    j->d_out = random_tensor(j->out.ndim, j->out.shape);
+    j->d_q = random_tensor(j->q.ndim, j->q.shape);
+    if (s->embed_dim > 0) {
+        check(context, rapt_mha_state_create(context, &j->state));
+        check(context, rapt_mha_gradients_create(context, j->layer, &j->gradients));
+        j->options.state = j->state;
+        j->gradients->query = j->gradients->key = j->gradients->value = &j->d_q;
+    } else {
+        j->lse = random_tensor(3, j->q.shape);
+        j->options.lse = &j->lse;
+        j->d_k = random_tensor(j->k.ndim, j->k.shape);
+        j->d_v = random_tensor(j->v.ndim, j->v.shape);
+    }
+}
+
+static void make_job(rapt_context *context, const shape *s, job *to) {
     job j = {.shape = s, .options = {.causal = s->causal}, .repeats = 1};
     if (s->embed_dim > 0) {
         rapt_mha_config config = rapt_mha_config_default(s->embed_dim, s->heads);
@@ -147,13 +187,14 @@ static job make_job(rapt_context *context, const shape *s) {
         j.out = random_tensor(4, q);
     }
     if (s->cache != 0) j.cache = j.options.cache = make_cache(context, s);
-    run_job(context, &j);
+    *to = j;
+    if (s->trains) prepare_training(context, to);
+    run_job(context, to);
     double start = seconds_now();
-    run_job(context, &j);
+    run_job(context, to);
     double time = seconds_now() - start;
-    j.is_short = time < 20e-3;
-    if (time < 1e-3 && s->limit != READ_COLD) j.repeats = (int)(1e-3 / time) + 1;
-    return j;
+    to->is_short = time < 20e-3;
+    if (time < 1e-3 && s->limit != READ_COLD) to->repeats = (int)(1e-3 / time) + 1;
 }
 
 static void free_job(job *j) {
@@ -163,6 +204,10 @@ static void free_job(job *j) {
     }
     free(j->q.data);
     free(j->out.data);
+    const rapt_tensor *training[] = {&j->lse, &j->d_out, &j->d_q, &j->d_k, &j->d_v};
+    for (int i = 0; i < 5; i++) free(training[i]->data);
+    rapt_mha_state_destroy(j->state);
+    rapt_mha_gradients_destroy(j->gradients);
     rapt_mha_destroy(j->layer);
     rapt_cache_destroy(j->cache);
 }
@@ -195,7 +240,8 @@ typedef struct result {
 } result;
 
 static result bench_shape(rapt_context *context, const shape *s, double seconds, const float *big_buffer) {
-    job j = make_job(context, s);
+    job j;
+    make_job(context, s, &j);
     result r = {.best = HUGE_VAL};
     for (double begin = seconds_now(); seconds_now() - begin < seconds || r.rounds < 3; r.rounds++) {
         double limit_now, time = run_round(context, &j, big_buffer, &limit_now);
@@ -217,9 +263,11 @@ static void print_shapes(void) {
         const shape *s = &shapes[i];
         if (s->cache != 0) continue; /* nobody else has this cache */
         printf("%s{\"name\": \"%s\", \"words\": \"%s\", \"n\": %d, \"heads\": %d, \"kv_heads\": %d, \"l\": %d, "
-               "\"s\": %d, \"d\": %d, \"embed_dim\": %d, \"causal\": %s, \"limit\": \"%s\", \"work\": %.0f}",
+               "\"s\": %d, \"d\": %d, \"embed_dim\": %d, \"causal\": %s, \"trains\": %s, \"limit\": \"%s\", "
+               "\"work\": %.0f}",
                i == 0 ? "[" : ", ", s->name, s->words, (int)s->n, (int)s->heads, (int)s->kv_heads, (int)s->l, (int)s->s,
-               (int)s->d, (int)s->embed_dim, s->causal ? "true" : "false", limit_names[s->limit], work_of(s));
+               (int)s->d, (int)s->embed_dim, s->causal ? "true" : "false", s->trains ? "true" : "false",
+               limit_names[s->limit], work_of(s));
     }
     printf("]\n");
 }
@@ -244,7 +292,7 @@ static void serve(rapt_context *context, const float *big_buffer) {
             print_shapes();
         } else if (sscanf(line, "prepare %31s", name) == 1) {
             free_job(&j);
-            j = make_job(context, shape_by_name(name));
+            make_job(context, shape_by_name(name), &j);
             printf("true\n");
         } else if (strcmp(line, "round\n") == 0 && j.shape != NULL) {
             /* Others ran in between, so that caches and threads must be warmed again. */

@@ -213,6 +213,7 @@ typedef struct linear_problem {
     rapt_dtype dtype;
     int64_t batch, length, features; /* rows are (n, l); K */
     rapt_view x;                     /* [N, L, K] */
+    bool adds;                       /* to what y is, instead of writing over it */
     int32_t parts;
     linear_part part[3];
 } linear_problem;

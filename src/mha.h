@@ -2,7 +2,8 @@
 #ifndef RAPT_MHA_H
 #define RAPT_MHA_H
 
-#include "internal.h"
+#include "cache.h"
+#include "rotary.h"
 
 typedef struct mha_projection {
     rapt_tensor weight; /* [out, in] */
@@ -37,6 +38,51 @@ struct rapt_mha {
     size_t memory_size, packed_size;
 };
 
+/* One call of the layer, as it is being prepared. */
+typedef struct mha_call {
+    rapt_context *context;
+    const rapt_mha *layer; /* NULL: a functional call */
+    const rapt_mha_config *config;
+    mha_parts parts; /* a copy: packed weights of a functional call are filled in here */
+    rapt_options options;
+    const rapt_tensor *query, *key, *value, *out; /* key and value NULL: static ones are given */
+    bool batched;
+    attn_problem problem;
+    int64_t key_rows;    /* to project: S, or with a cache the new ones */
+    bool projects[3];    /* the query, the key, the value */
+    bool holds_cache;    /* options.cache is this call's until it ends */
+    cache_append append; /* then */
+} mha_call;
+
+/* What a forward kept for its backward. */
+struct rapt_mha_state {
+    rapt_allocator allocator;
+    rapt_arena memory; /* of what `saved` views (but for static keys and values); kept for the next forward */
+    bool is_filled;
+    rapt_mha_saved saved;
+    const rapt_mha *layer; /* whose forward it was; NULL: that of rapt_mha_functional */
+    rapt_mha_config config;
+    attn_problem problem;  /* of that forward, but for the extra keys; masks and arrays are the caller's */
+    bool projects_keys;    /* keys and values came from key and value, not from static_k and static_v */
+    bool returned_weights; /* averaged or not, as the problem says */
+    rapt_options options;  /* its results are gone; its tensors and rotary positions are these: */
+    rapt_tensor query, key, value, attn_mask, key_padding_mask, static_k, static_v;
+    bool has_key, has_value;
+    rapt_rotary rotary;
+};
+
+/* One backward of the layer, as it is being prepared. Of gradients that are not wanted data is NULL. */
+typedef struct mha_backward {
+    rapt_context *context;
+    const rapt_mha_state *state;
+    mha_parts parts;          /* of the layer, or of a functional call */
+    rapt_tensor d_out;        /* the output's shape */
+    bool accumulate;          /* into what the caller has there */
+    rapt_tensor inputs[3];    /* of query, key and value */
+    mha_parts parameters;     /* fused ones are cut */
+    attn_gradients attention; /* static keys and values, masks, and the gradient of returned weights */
+} mha_backward;
+
 /* Checks ready weights and derives the settings that they imply. */
 rapt_status rapt_mha_take_weights(rapt_context *context, const rapt_mha_weights *weights, rapt_mha_config *config,
                                   mha_parts *parts);
@@ -53,6 +99,45 @@ void rapt_mha_fill(rapt_context *context, rapt_mha *layer, const mha_parts *give
 int64_t rapt_mha_extra_keys(const rapt_mha_config *config);
 size_t rapt_mha_extra_bytes(const rapt_mha_config *config);
 void rapt_mha_fill_extra(const rapt_mha_config *config, const rapt_tensor *bias, void *extra);
+
+/* Batch and length of a tensor of the layer, and the tensor as [N, L, features] whatever its layout. */
+rapt_view rapt_mha_layout_view(const rapt_mha_config *config, const rapt_tensor *tensor, int64_t *batch,
+                               int64_t *length);
+/* Checks a forward, and fills in its problem. A cache that is given belongs to the call afterwards if holds_cache says so,
+ * even when the check fails. */
+rapt_status rapt_mha_check_call(mha_call *call, bool training);
+/* The same for key and value that are only put into the cache. */
+rapt_status rapt_mha_check_append(mha_call *call);
+
+/* Keeps a forward that was computed as the problem p says, which lies in the memory of call->options.state. */
+void rapt_mha_state_fill(const mha_call *call, const attn_problem *p);
+/* Its memory as a tensor of bytes, to check that others are apart from it. */
+rapt_tensor rapt_mha_state_bytes(const rapt_mha_state *state);
+
+/* ---- the backward's checks: mha_backward_call.c ---- */
+
+/* Fills in all of it; `layer` is that of the call or NULL for a functional one, whose settings and parts are given. */
+rapt_status rapt_mha_check_backward(const rapt_mha *layer, const rapt_mha_config *config, const rapt_tensor *d_out,
+                                    const rapt_tensor *d_weights, const rapt_mha_gradients *gradients,
+                                    mha_backward *backward);
+
+/* ---- pieces of forward and backward: mha.c ---- */
+
+/* Projected heads [N, length, heads * D] in rows of `row` elements, seen as [N, heads, length, D] and as rows. */
+static inline rapt_view rapt_mha_heads_view(char *data, int64_t length, int64_t row, int64_t dim) {
+    return (rapt_view){.data = data, .stride = {length * row, dim, row, 1}};
+}
+static inline rapt_view rapt_mha_rows_view(char *data, int64_t length, int64_t row) {
+    return (rapt_view){.data = data, .stride = {length * row, row, 1}};
+}
+/* Bytes of [N, length, features] of the problem's dtype. */
+size_t rapt_mha_rows_bytes(const attn_problem *problem, int64_t length, int64_t features);
+/* Whether the extra keys must be made in scratch memory: a backend that reads no packed weights wants them as they are
+ * now, and those of a functional call are nowhere. */
+bool rapt_mha_makes_extra(const rapt_context *context, const attn_problem *problem, const mha_parts *parts);
+void rapt_mha_set_extra(const mha_parts *parts, attn_problem *problem);
+/* What rotary positions turn: queries and keys; data and the keys are left to set. Fills in padding [N]. */
+rotary_rows rapt_mha_rotary_rows(const attn_problem *problem, const rapt_rotary *rotary, int64_t *padding);
 
 /* The rows first .. first + count of a matrix, or those entries of a vector. */
 rapt_tensor rapt_rows_of(const rapt_tensor *tensor, int64_t first, int64_t count);

@@ -152,7 +152,9 @@ static void turn_heads(const turn_job *job, const rotary_heads *heads, int64_t n
         turns[2 * p + 1] *= rows->backward ? -job->amplitude : job->amplitude;
     }
     size_t head_bytes = (size_t)rows->dim * rapt_dtype_size(rows->dtype);
-    char *head = heads->data + (size_t)((n * heads->length + i) * heads->heads) * head_bytes;
+    size_t row_bytes =
+        heads->row == 0 ? (size_t)heads->heads * head_bytes : (size_t)heads->row * rapt_dtype_size(rows->dtype);
+    char *head = heads->data + (size_t)(n * heads->length + i) * row_bytes;
     for (int64_t h = 0; h < heads->heads; h++, head += head_bytes) {
         for (int64_t p = 0; p < job->pairs; p++) {
             bool apart = job->rotary->interleaved;

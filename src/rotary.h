@@ -4,10 +4,11 @@
 
 #include "internal.h"
 
-/* Projected heads [N, length, heads * D], contiguous. */
+/* Projected heads [N, length, heads * D]. */
 typedef struct rotary_heads {
     char *data; /* NULL: none */
     int64_t length, heads;
+    int64_t row;          /* elements from one row to the next; 0: heads * D, they are contiguous */
     const int64_t *first; /* [N] position of the first row, or NULL: the same for all */
     int64_t first_of_all; /* then */
 } rotary_heads;

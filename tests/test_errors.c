@@ -387,9 +387,8 @@ static void test_options(void **state) {
     OPERATOR(ERROR_ARGUMENT, "options.state is for layers", s.options.state = (rapt_mha_state *)(void *)s.memory);
     LAYER(ERROR_ARGUMENT, "options.dropout is 0.5, but a layer's dropout is in its config", s.options.dropout = 0.5);
     LAYER(ERROR_ARGUMENT, "options.dropout is nan", s.options.dropout = NAN);
-    FUNCTIONAL(ERROR_UNSUPPORTED, "dropout 0.25 is not drawn in Rapt 0.1.0", s.ready.weights.dropout = 0.25);
-    FUNCTIONAL(ERROR_UNSUPPORTED, "dropout 1 is not drawn", s.ready.weights.dropout = 1,
-               s.options.mode = RAPT_MODE_TRAIN);
+    FUNCTIONAL(OK, "", s.ready.weights.dropout = 0.25);
+    FUNCTIONAL(OK, "", s.ready.weights.dropout = 1, s.options.mode = RAPT_MODE_TRAIN);
     FUNCTIONAL(OK, "", s.ready.weights.dropout = 0.25, s.options.mode = RAPT_MODE_EVAL);
 
     OPERATOR(ERROR_ARGUMENT, "options give 2 of align_bottom_right, offset (4) and offsets",
@@ -452,16 +451,14 @@ static void test_layer_modes(void **state) {
     rapt_mha *dropping;
     assert_ok(context, rapt_mha_create(context, &config, &dropping));
 #define DROPPING(status, ...) LAYER(status, __VA_ARGS__, s.layer = dropping, s.k = s.v = &s.query)
-    const char *advice =
-        "dropout 0.5 is not drawn in Rapt 0.1.0: call rapt_mha_eval (or, in a call with options, set their mode";
-    DROPPING(ERROR_UNSUPPORTED, advice, s.index = 0);
+    DROPPING(OK, "", s.index = 0);
     DROPPING(OK, "", s.options.mode = RAPT_MODE_EVAL);
+    TOKEN(OK, "", s.layer = dropping);
     rapt_mha_eval(dropping);
     DROPPING(OK, "", s.index = 0);
-    DROPPING(ERROR_UNSUPPORTED, advice, s.options.mode = RAPT_MODE_TRAIN);
+    DROPPING(OK, "", s.options.mode = RAPT_MODE_TRAIN);
+    DROPPING(OK, "", s.options.set_dropout_seed = true, s.options.dropout_seed = 5, s.options.dropout_offset = 6);
     TOKEN(OK, "", s.layer = dropping);
-    rapt_mha_train(dropping);
-    TOKEN(ERROR_UNSUPPORTED, "dropout 0.5 is not drawn", s.layer = dropping);
     rapt_mha_destroy(dropping);
 }
 

@@ -549,42 +549,50 @@ static void test_describe(void **state) {
         "add_bias_kv, add_zero_attn, batch_first, causal, scale=0.125, dropout=0.5, dtype=bf16, 342 parameters)");
 }
 
-static void test_modes_and_dropout(void **state) {
-    (void)state;
+static void modes_and_dropout(void) {
     rapt_mha_config config = kind_of_layer(0, RAPT_F32);
     rapt_mha *plain = create_random(&config);
     config.dropout = 0.25;
     rapt_mha *layer = create_random(&config);
     assert_true(rapt_mha_is_training(layer)); /* new layers train */
-    rapt_tensor x = random_tensor(5, RAPT_F32, 3, (int64_t[]){2, 6, 24}), out = make_tensor(RAPT_F32, 3, x.shape);
-    rapt_tensor tokens = rapt_tensor_of(x.data, RAPT_F32, 2, (int64_t[]){12, 24}), token_out = tokens;
-    token_out.data = out.data;
+    rapt_tensor x = random_tensor(5, RAPT_F32, 3, (int64_t[]){2, 6, 24});
     rapt_options train = {.mode = RAPT_MODE_TRAIN}, eval = {.mode = RAPT_MODE_EVAL};
-    fill_value(&out, 7);
-    assert_int_equal(rapt_mha_forward(context, layer, &x, &x, &x, NULL, &out), RAPT_ERROR_UNSUPPORTED);
-    assert_non_null(strstr(rapt_error_message(context), "0.25"));
-    assert_int_equal(rapt_mha_forward_token(context, layer, &tokens, &token_out), RAPT_ERROR_UNSUPPORTED);
-    assert_true(get_element(&out, 0) == 7 && get_element(&out, 287) == 7); /* a failed call changes nothing */
     rapt_tensor expected = self_attention(plain, &x, NULL), by_call = self_attention(layer, &x, &eval);
     assert_true(same_bits(&by_call, &expected));
     assert_true(rapt_mha_is_training(layer));
+    rapt_tensor dropped = self_attention(layer, &x, NULL);
+    assert_false(same_bits(&dropped, &expected));
 
     rapt_mha_eval(layer);
     assert_false(rapt_mha_is_training(layer));
     rapt_tensor by_layer = self_attention(layer, &x, NULL);
     assert_true(same_bits(&by_layer, &expected));
-    assert_ok(context, rapt_mha_forward_token(context, layer, &tokens, &token_out));
-    assert_int_equal(rapt_mha_forward(context, layer, &x, &x, &x, &train, &out), RAPT_ERROR_UNSUPPORTED);
+    rapt_tensor dropped_by_call = self_attention(layer, &x, &train);
+    assert_false(same_bits(&dropped_by_call, &expected));
+    assert_false(same_bits(&dropped_by_call, &dropped)); /* each call draws anew */
     rapt_mha_train(layer);
     assert_true(rapt_mha_is_training(layer));
-    assert_int_equal(rapt_mha_forward(context, layer, &x, &x, &x, NULL, &out), RAPT_ERROR_UNSUPPORTED);
     assert_same_and_free(self_attention(plain, &x, &train), expected); /* without dropout both modes are one */
-    free_tensors(&by_call, &by_layer, &x, &out);
+
+    assert_ok(context, rapt_context_set_seed(context, 0)); /* from the beginning */
+    assert_same_and_free(self_attention(layer, &x, NULL), dropped);
+    rapt_options second = {.set_dropout_seed = true, .dropout_offset = 1}; /* calls in eval mode do not count */
+    assert_same_and_free(self_attention(layer, &x, &second), dropped_by_call);
+    free_tensors(&by_call, &by_layer, &x);
     rapt_mha_destroy(layer);
     rapt_mha_destroy(plain);
     rapt_mha_train(NULL);
     rapt_mha_eval(NULL);
     assert_false(rapt_mha_is_training(NULL));
+}
+
+static void test_modes_and_dropout(void **state) {
+    (void)state;
+    rapt_context *shared = context;
+    context = make_context(1, RAPT_ISA_AUTO, RAPT_BACKEND_REFERENCE);
+    modes_and_dropout();
+    rapt_context_destroy(context);
+    context = shared;
 }
 
 int main(void) {

@@ -4,16 +4,40 @@ import torch
 from torch.nn import functional as F
 
 PRODUCTS_ONLY = False
+TRAINS = True
+
+inference = None  # entered once for a shape: entering it for each call costs microseconds
 
 
 def start(threads: int) -> str:
     torch.set_num_threads(threads)
-    torch.inference_mode().__enter__()  # once for all: entering it for each call costs microseconds
     return torch.__version__.split("+")[0]
 
 
 def array(output: torch.Tensor):
-    return output.numpy()
+    return output.detach().numpy()
+
+
+def set_inference(enabled: bool) -> None:
+    global inference
+    if inference is not None:
+        inference.__exit__(None, None, None)
+        inference = None
+    if enabled:
+        inference = torch.inference_mode()
+        inference.__enter__()
+
+
+def with_gradients(function, inputs, d_out):
+    """function(*inputs) and its gradients by all inputs."""
+    inputs = [tensor.detach().requires_grad_() for tensor in inputs]
+
+    def run():
+        out = function(*inputs)
+        torch.autograd.grad(out, inputs, d_out)
+        return out
+
+    return lambda: run
 
 
 def tokens_first(tensor: torch.Tensor) -> torch.Tensor:
@@ -49,6 +73,41 @@ def operator(p):
     yield "formula, compiled", call(torch.compile(formula, dynamic=False), rows, *shared, scale, p.causal)
 
 
+def trained_operator(p):
+    def sdpa(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=p.causal, enable_gqa=p.group > 1)
+
+    def by_formula(q, k, v):
+        k, v = (t.repeat_interleave(p.group, 1) if p.group > 1 else t for t in (k, v))
+        return formula(q, k, v, p.d**-0.5, p.causal)
+
+    inputs, d_out = [torch.from_numpy(a) for a in (p.q, p.k, p.v)], torch.from_numpy(p.d_out)
+    yield "sdpa", with_gradients(sdpa, inputs, d_out)
+    yield "sdpa, tokens first", with_gradients(sdpa, [tokens_first(t) for t in inputs], tokens_first(d_out))
+    yield "formula", with_gradients(by_formula, inputs, d_out)
+    yield "formula, compiled", with_gradients(torch.compile(by_formula, dynamic=False), inputs, d_out)
+
+
+def trained_layer(p):
+    inputs = [torch.from_numpy(a) for a in (p.x, p.w_in, p.b_in, p.w_out, p.b_out)]
+    d_out = torch.from_numpy(p.d_out)
+
+    def module(x, w_in, b_in, w_out, b_out):
+        x = x.transpose(0, 1)  # what the module does with batch_first
+        out, _ = F.multi_head_attention_forward(
+            x, x, x, p.embed_dim, p.heads, w_in, b_in, None, None, False, 0.0, w_out, b_out, need_weights=False
+        )
+        return out.transpose(0, 1)
+
+    def by_hand(x, w_in, b_in, w_out, b_out):
+        q, k, v = F.linear(x, w_in, b_in).view(p.n, p.l, 3, p.heads, p.d).permute(2, 0, 3, 1, 4).unbind(0)
+        return F.linear(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2), w_out, b_out)
+
+    yield "multi_head_attention_forward", with_gradients(module, inputs, d_out)
+    yield "linear, sdpa, linear", with_gradients(by_hand, inputs, d_out)
+    yield "linear, sdpa, linear, compiled", with_gradients(torch.compile(by_hand, dynamic=False), inputs, d_out)
+
+
 def layer(p):
     x = torch.from_numpy(p.x)
     w_in, b_in, w_out, b_out = (torch.from_numpy(a) for a in (p.w_in, p.b_in, p.w_out, p.b_out))
@@ -73,4 +132,7 @@ def layer(p):
 
 
 def variants(p):
+    set_inference(not p.trains)
+    if p.trains:
+        return trained_layer(p) if p.is_layer else trained_operator(p)
     return layer(p) if p.is_layer else operator(p)

@@ -10,6 +10,7 @@ A peer is a module peer_NAME.py:
     variants(problem)         yields (name, make); make() returns run(), which computes everything once
     array(output)             what run() returned as a NumPy array, [N, H, L, D] or [N, L, H * D]
     PRODUCTS_ONLY             whether it leaves out the softmax
+    TRAINS                    whether it knows shapes that train: run() then computes all gradients too (default: no)
 """
 
 import functools
@@ -35,7 +36,7 @@ class Problem:
     """A shape with its inputs: q, k, v, or for the layer x and its weights."""
 
     def __init__(self, shape: dict, has_softmax: bool):
-        self.__dict__.update(shape)  # n, heads, kv_heads, l, s, d, embed_dim, causal, limit
+        self.__dict__.update(shape)  # n, heads, kv_heads, l, s, d, embed_dim, causal, trains, limit
         self.has_softmax = has_softmax
         self.is_layer = self.embed_dim > 0
         self.group = self.heads // self.kv_heads
@@ -52,6 +53,8 @@ class Problem:
         else:
             self.q = uniform(self.n, self.heads, self.l, self.d)
             self.k, self.v = (uniform(self.n, self.kv_heads, self.s, self.d) for _ in range(2))
+        if self.trains:
+            self.d_out = uniform(*(self.x if self.is_layer else self.q).shape)  # the gradient of the output
 
     def grouped_q(self) -> np.ndarray:
         """Without a causal mask, query heads that share keys are rows of one head: [N, Hk, group * L, D]."""
@@ -124,6 +127,8 @@ class Worker:
         gc.collect()
         self.problem = Problem(shape, has_softmax=not self.peer.PRODUCTS_ONLY)
         seconds, refused = {}, {}
+        if self.problem.trains and not getattr(self.peer, "TRAINS", False):
+            return {"seconds": {}, "refused": {}}
         for name, make in self.peer.variants(self.problem):
             try:
                 run = make()

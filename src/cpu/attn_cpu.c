@@ -47,6 +47,13 @@ static bool is_padding(const attn_problem *p, int64_t n, int64_t j) {
     return is_masked(&p->padding, n * p->padding.stride[0] + j * p->padding.stride[3]);
 }
 
+void rapt_real_keys(const attn_problem *p, int64_t n, int64_t *begin, int64_t *end) {
+    *begin = p->key_start != NULL ? p->key_start[n] : 0;
+    *end = p->key_lengths != NULL ? *begin + p->key_lengths[n] : p->keys;
+    while (*begin < *end && is_padding(p, n, *begin)) ++*begin;
+    while (*end > *begin && is_padding(p, n, *end - 1)) --*end;
+}
+
 int64_t rapt_sole_key(const attn_problem *p, int64_t n, int64_t head, int64_t i) {
     if (p->extra_keys > 1) return -1;
     int64_t sole = p->extra_keys == 1 ? p->keys : -1, seen = p->extra_keys, low, high;
@@ -219,10 +226,8 @@ static void find_unit(const attn_job *job, int64_t index, const attn_unit *previ
         unit->cuts = previous->cuts;
         return;
     }
-    int64_t begin = p->key_start != NULL ? p->key_start[unit->n] : 0;
-    int64_t end = p->key_lengths != NULL ? begin + p->key_lengths[unit->n] : p->keys;
-    while (begin < end && is_padding(p, unit->n, begin)) begin++;
-    while (end > begin && is_padding(p, unit->n, end - 1)) end--;
+    int64_t begin, end;
+    rapt_real_keys(p, unit->n, &begin, &end);
     unit->first_key = begin;
     unit->end = end;
     int64_t low, high, unused;
@@ -525,4 +530,8 @@ const rapt_backend_table rapt_backend_cpu = {
     .attn_forward = attn_forward,
     .linear_scratch = rapt_cpu_linear_scratch,
     .linear = rapt_cpu_linear,
+    .attn_backward_scratch = rapt_cpu_attn_backward_scratch,
+    .attn_backward = rapt_cpu_attn_backward,
+    .linear_backward_scratch = rapt_cpu_linear_backward_scratch,
+    .linear_backward = rapt_cpu_linear_backward,
 };

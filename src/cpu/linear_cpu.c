@@ -113,7 +113,7 @@ static void run_block(void *arg, int64_t item, int32_t lane) {
     const char *x = block_of_x(job, first, count, buffer, &stride);
     const char *weights = (const char *)part->packed + real * (size_t)panel_offset(p->features, panel);
     int64_t columns = part->features - panel * PANEL < PANEL ? part->features - panel * PANEL : PANEL;
-    bool writes_in_place = real == element && columns == width && part->y.stride[2] == 1;
+    bool writes_in_place = real == element && columns == width && part->y.stride[2] == 1 && !p->adds;
     if (!writes_in_place)
         job->kernels->linear_panel(x, stride, count, p->features, weights, width, partial, partial, width);
     for (int64_t r = 0, rows; r < count; r += rows) {
@@ -127,7 +127,8 @@ static void run_block(void *arg, int64_t item, int32_t lane) {
                                        partial, y, part->y.stride[1]);
         } else {
             rows = 1;
-            job->kernels->store_row(partial + real * (size_t)(r * width), columns, y, p->dtype, part->y.stride[2]);
+            (p->adds ? job->kernels->add_row : job->kernels->store_row)(partial + real * (size_t)(r * width), columns,
+                                                                        y, p->dtype, part->y.stride[2]);
         }
     }
 }

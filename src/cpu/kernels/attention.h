@@ -3,6 +3,7 @@
 #define RAPT_CPU_KERNELS_ATTENTION_H
 
 #include "../../cache.h"
+#include "dropout.h"
 #include "masks.h"
 #include "product.h"
 #include "softmax.h"
@@ -199,6 +200,19 @@ static __attribute__((noinline)) void masked_softmax(const attn_rows *rows, cons
     }
 }
 
+/* Weights that do not stay become 0; the others are divided when the rows are finished. */
+static __attribute__((noinline)) void drop_weights(const attn_rows *rows, const attn_keys *keys, tile_range range,
+                                                   real *scores) {
+    for (int64_t r = 0; r < rows->count; r++) {
+        real stays[CUT], *t = scores + r * CUT;
+        draw_row(rows->problem, rows->n, row_head(rows, r), row_query(rows, r), keys->first_key + range.begin,
+                 range.end - range.begin, 1, stays);
+        for (int64_t c = range.begin; c < range.end; c += LANES) {
+            v_store(t + c, v_mul(v_load(t + c), v_load(stays + c - range.begin)));
+        }
+    }
+}
+
 /* One cut for rows that see much the same columns of it. */
 static void attn_block(const attn_rows *rows, const attn_keys *keys, tile_range range, const real *q, real *scratch,
                        attn_partial *partial) {
@@ -224,6 +238,7 @@ static void attn_block(const attn_rows *rows, const attn_keys *keys, tile_range 
     } else {
         masked_softmax(rows, keys, range, mark_masked, scratch, partial);
     }
+    if (p->dropout > 0) drop_weights(rows, keys, range, scores);
 
     /* Chains are counted from the cut's first key, so the product begins at a chain's; weights before that are 0. */
     int64_t first = range.begin / CHAIN * CHAIN;
@@ -290,11 +305,13 @@ static void attn_merge(int64_t rows, attn_partial *total, const attn_partial *pa
 
 /* A query that sees a single key gets its value as it is, whatever the score, an overflow included: weight / weight is 1,
  * but (weight * value) / weight need not be the value, and a single token that takes the short way through the layer
- * must get these bits too. */
-static __attribute__((noinline)) bool copy_sole_value(const attn_rows *rows, int64_t r, real *out) {
+ * must get these bits too. *weight is then 1, or what dropout makes of it. */
+static __attribute__((noinline)) bool copy_sole_value(const attn_rows *rows, int64_t r, real *out, real *weight) {
     const attn_problem *p = rows->problem;
-    int64_t key = rapt_sole_key(p, rows->n, row_head(rows, r), row_query(rows, r));
+    int64_t head = row_head(rows, r), query = row_query(rows, r), key = rapt_sole_key(p, rows->n, head, query);
     if (key < 0) return false;
+    *weight = 1;
+    if (p->dropout > 0) draw_row(p, rows->n, head, query, key, 1, dropout_factor(p), weight);
     if (p->cache != NULL && key < p->keys) {
         const rapt_cache *cache = p->cache;
         const char *values = rapt_cache_block(cache, rows->n, rows->kv_head, key / CUT) + cache->value_offset;
@@ -321,8 +338,12 @@ static void attn_finish(const attn_rows *rows, const attn_partial *total) {
         real *out = (real *)total->out + r * width, *result = out;
         int64_t head = row_head(rows, r), query = row_query(rows, r);
         bool may_be_sole = !(sum < (real)0.7 || sum > (real)1.42); /* a lone weight is 2^r with |r| <= 1/2, or NaN */
-        bool is_done = reference == (real)-INFINITY || (may_be_sole && copy_sole_value(rows, r, out));
-        vec factor = v_all(is_done ? 1 : 1 / sum);
+        real weight = p->dropout > 0 ? 1 / sum * dropout_factor(p) : 1 / sum;
+        if (reference == (real)-INFINITY)
+            weight = 1; /* of zeros */
+        else if (may_be_sole)
+            copy_sole_value(rows, r, out, &weight);
+        vec factor = v_all(weight);
         char *target = p->out.data + (rows->n * stride[0] + head * stride[1] + query * stride[2]) * element;
         if (stores_in_place) result = (real *)(void *)target;
         for (int64_t d = 0; d < width; d += LANES) {
@@ -344,6 +365,7 @@ static void attn_weights(const attn_rows *rows, const attn_keys *keys, const voi
     tile_range range = tile_columns(rows, keys);
     int64_t begin = range.begin, end = range.end;
     if (begin >= end) return;
+    const attn_problem *p = rows->problem;
     real *bias = scratch, *scores = bias + 2 * CUT;
     padding_bias padding = load_padding(rows, keys, bias + CUT);
     tile_scores(rows, keys, q, begin, end, scores);
@@ -357,12 +379,18 @@ static void attn_weights(const attn_rows *rows, const attn_keys *keys, const voi
             vec score = v_load(t + c);
             v_store(t + c, v_where_masked(score, v_zero(), v_div(v_weight(score, row_reference), row_sum)));
         }
-        real *row = (real *)weights + r * weights_stride;
-        memcpy(row + keys->first_key + begin, t + begin, (size_t)(last - begin) * sizeof(real));
         if (isnan(((const real *)sum)[r])) { /* a lone key weighs 1 even if its score is no number */
-            int64_t key = rapt_sole_key(rows->problem, rows->n, row_head(rows, r), row_query(rows, r));
-            if (key >= keys->first_key && key < keys->first_key + keys->keys) row[key] = 1;
+            int64_t key = rapt_sole_key(p, rows->n, row_head(rows, r), row_query(rows, r)) - keys->first_key;
+            if (key >= begin && key < last) t[key] = 1;
         }
+        if (p->dropout > 0) {
+            real *z = bias;
+            draw_row(p, rows->n, row_head(rows, r), row_query(rows, r), keys->first_key + begin, last - begin,
+                     dropout_factor(p), z);
+            for (int64_t c = begin; c < last; c++) t[c] *= z[c - begin];
+        }
+        memcpy((real *)weights + r * weights_stride + keys->first_key + begin, t + begin,
+               (size_t)(last - begin) * sizeof(real));
     }
 }
 

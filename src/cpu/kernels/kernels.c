@@ -5,11 +5,37 @@
 #include "kernels.h"
 
 #include "attention.h"
+#include "backward.h"
 
 static void linear_panel(const void *x, int64_t stride, int64_t count, int64_t features, const void *panel,
                          int64_t width, void *partial, void *y, int64_t y_stride) {
     sums_to to = {.bias = (const real *)panel + features * width, .c = y, .ldc = y_stride};
     product_to(count, features, x, stride, panel, width, width, partial, width, to);
+}
+
+static void weight_panel(int64_t rows, const void *dy, int64_t dy_width, int64_t outputs, const void *x, int64_t width,
+                         void *c) {
+    for (int64_t r = 0; r < rows; r += CHAIN) {
+        int64_t count = rows - r < CHAIN ? rows - r : CHAIN;
+        product_chain_transposed(outputs, count, (const real *)dy + r * dy_width, dy_width, (const real *)x + r * width,
+                                 width, width,
+                                 (sums_to){.before = r > 0 ? c : NULL, .ld_before = width, .c = c, .ldc = width});
+    }
+}
+
+/* In chains, as a product with ones would. */
+static void sum_rows(int64_t rows, const void *from, int64_t width, void *sums) {
+    for (int64_t c = 0; c < width; c += LANES) {
+        vec total = v_zero();
+        for (int64_t r = 0; r < rows; r += CHAIN) {
+            vec sum = v_zero();
+            for (int64_t i = r; i < rows && i < r + CHAIN; i++) {
+                sum = v_add(sum, v_load((const real *)from + i * width + c));
+            }
+            total = v_add(total, sum);
+        }
+        v_store((real *)sums + c, total);
+    }
 }
 
 #if defined(RAPT_KERNEL_ISA_AVX512)
@@ -41,5 +67,16 @@ const rapt_cpu_kernels TABLE = {
     .attn_weights = attn_weights,
     .store_weights = store_weights,
     .linear_panel = linear_panel,
+    .backward_rows = backward_rows,
+    .backward_keys = backward_keys,
+    .backward_odd_rows = backward_odd_rows,
+    .backward_settle_odd_rows = backward_settle_odd_rows,
+    .backward_delta = backward_delta,
+    .backward_tile = backward_tile,
+    .backward_mask = backward_mask,
+    .store_block_row = store_block_row,
+    .weight_panel = weight_panel,
+    .sum_rows = sum_rows,
     .store_row = store_row,
+    .add_row = add_row,
 };

@@ -24,6 +24,8 @@ static inline int64_t rapt_round_up(int64_t x, int64_t multiple) { return (x + m
 
 /* Keys that query i of sequence n may see by band and lengths: [*low, *high), empty if low >= high. */
 void rapt_visible_keys(const attn_problem *problem, int64_t n, int64_t i, int64_t *low, int64_t *high);
+/* Keys [*begin, *end) of sequence n by lengths, without what the padding mask hides at both ends. */
+void rapt_real_keys(const attn_problem *problem, int64_t n, int64_t *begin, int64_t *end);
 /* The only key that a query sees (S and on: an extra key), or -1 if it sees none or several. */
 int64_t rapt_sole_key(const attn_problem *problem, int64_t n, int64_t head, int64_t i);
 
@@ -59,6 +61,30 @@ typedef struct attn_partial {
     int64_t out_stride; /* Dv rounded up to COLUMNS */
 } attn_partial;
 
+/* ---- the backward works on up to CHAIN rows and up to CHAIN keys at a time; see backward.h for the layouts ---- */
+
+/* Some rows of a unit, and sums for them in progress. Matrices are [64][D] or [64][Dv], as panels of PANEL dimensions. */
+typedef struct attn_row_block {
+    attn_rows rows;
+    void *q;     /* scaled as for scores */
+    void *d_out; /* the gradient of the result */
+    void *d_q;   /* the sum so far, without the scale */
+    /* [64] each. A weight is 2^(score - lse) * factor; lse is +inf for a row that sees nothing. delta is what is taken off
+     * the gradient of each weight. */
+    void *lse, *factor, *delta;
+    bool is_finite;     /* q and d_out */
+    bool has_odd_lse;   /* of some row: the forward's is no number, or huge, so that it is computed again */
+    bool is_odd[CHAIN]; /* which */
+} attn_row_block;
+
+typedef struct attn_key_block {
+    attn_keys keys;  /* first_key, keys and extra alone */
+    void *k, *v;     /* transposed: [D][64], [Dv][64] */
+    void *k_rows;    /* [64][D] */
+    void *d_k, *d_v; /* sums so far; d_k in powers of two, as the scores are */
+    bool is_finite;  /* k and v */
+} attn_key_block;
+
 struct rapt_cpu_kernels {
     /* panel[d * width + r] = rows[r][d] for r < count, 0 from there to the next multiple of COLUMNS */
     void (*pack_columns)(void *panel, int64_t width, const void *rows, rapt_dtype dtype, int64_t count, int64_t dim,
@@ -90,8 +116,39 @@ struct rapt_cpu_kernels {
      * [width] biases; partial [count][width] is scratch, and may be y if that has no gaps. */
     void (*linear_panel)(const void *x, int64_t stride, int64_t count, int64_t features, const void *panel,
                          int64_t width, void *partial, void *y, int64_t y_stride);
+    /* Packs rows and computes their delta; q, d_out, lse and delta are memory to fill. scratch: rapt_tile_reals. */
+    void (*backward_rows)(const attn_gradients *gradients, attn_row_block *block, void *scratch);
+    /* Packs keys, and sets their sums to 0. */
+    void (*backward_keys)(const attn_problem *problem, int64_t n, int64_t kv_head, attn_key_block *block,
+                          void *scratch);
+    /* For a block with odd rows: adds a tile to their lse and factor; over all keys, then settled, before all that follows. */
+    void (*backward_odd_rows)(attn_row_block *rows, const attn_key_block *keys, void *scratch);
+    void (*backward_settle_odd_rows)(attn_row_block *rows);
+    /* Adds what the returned weights' gradient contributes to the rows' delta. Over all keys, before any tile. */
+    void (*backward_delta)(attn_row_block *rows, const attn_key_block *keys, const attn_gradients *gradients,
+                           void *scratch);
+    /* Adds one tile to the sums of its rows and of its keys. */
+    void (*backward_tile)(attn_row_block *rows, attn_key_block *keys, const attn_gradients *gradients, void *scratch);
+    /* Adds the gradient of a tile's scores to sums [64][PANEL], or, summed over the rows, to the first row of it. */
+    void (*backward_mask)(attn_row_block *rows, const attn_key_block *keys, const attn_gradients *gradients,
+                          bool sums_rows, void *sums, void *scratch);
+    /* Row r of a block [64][dim], times a factor, or that added to what is there. */
+    void (*store_block_row)(const void *block, int64_t r, int64_t dim, double factor, bool accumulate, void *to,
+                            rapt_dtype dtype, int64_t stride, void *row_scratch);
+    /* c [outputs][width] = the sum over rows of dy [rows][PANEL-wide panel] transposed times x [rows][width]. */
+    void (*weight_panel)(int64_t rows, const void *dy, int64_t dy_width, int64_t outputs, const void *x, int64_t width,
+                         void *c);
+    /* sums [width] of rows [rows][width]. */
+    void (*sum_rows)(int64_t rows, const void *from, int64_t width, void *sums);
     /* Stores a row of results in the dtype asked for. */
     void (*store_row)(const void *row, int64_t count, void *to, rapt_dtype dtype, int64_t stride);
+    /* Adds it to what is there. */
+    void (*add_row)(const void *row, int64_t count, void *to, rapt_dtype dtype, int64_t stride);
 };
+
+/* Scratch of the tile kernels: W and dS [64][64], bias and padding [CUT], two rows, and a block [64][Dv]. */
+static inline int64_t rapt_tile_reals(int64_t value_dim) {
+    return 2 * CHAIN * PANEL + 2 * CUT + 2 * PANEL + CHAIN * rapt_round_up(value_dim, COLUMNS);
+}
 
 #endif

@@ -45,6 +45,19 @@ static void store_row(const void *row, int64_t count, void *to, rapt_dtype dtype
     }
 }
 
+static void add_row(const void *row, int64_t count, void *to, rapt_dtype dtype, int64_t stride) {
+    const real *from = row;
+    if (dtype == REAL_DTYPE) {
+        real *target = to;
+        for (int64_t i = 0; i < count; i++) target[i * stride] += from[i];
+    } else {
+        for (int64_t i = 0; i < count; i++) {
+            real sum = (real)rapt_element_load(to, dtype, i * stride) + from[i];
+            rapt_element_store(to, dtype, i * stride, (double)sum);
+        }
+    }
+}
+
 /* The part of a panel that is whole LANES x LANES blocks, for rows of reals without gaps. */
 INLINE void pack_blocks(real *to, int64_t width, const real *rows, int64_t count, int64_t dim, int64_t row_stride) {
     for (int64_t r = 0; r < count; r += LANES) {
@@ -76,7 +89,11 @@ static void pack_columns(void *panel, int64_t width, const void *rows, rapt_dtyp
                          int64_t row_stride, int64_t dim_stride) {
     real *to = panel;
     int64_t block_rows = 0, block_dims = 0;
-    if (dtype == REAL_DTYPE && dim_stride == 1) {
+    if (row_stride == 1 && dim_stride != 1) { /* transposed already */
+        for (int64_t d = 0; d < dim; d++) load_row(to + d * width, rows, dtype, d * dim_stride, 1, count);
+        block_rows = count;
+        block_dims = dim;
+    } else if (dtype == REAL_DTYPE && dim_stride == 1) {
         block_rows = count / LANES * LANES;
         block_dims = dim / LANES * LANES;
         pack_blocks(to, width, rows, block_rows, block_dims, row_stride);

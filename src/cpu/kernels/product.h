@@ -2,6 +2,8 @@
  *
  *     A [rows, inner], rows apart by lda     B [inner, columns], rows apart by ldb     C [rows, columns]
  *
+ * or the same with A transposed, [inner, rows].
+ *
  * Columns are a multiple of COLUMNS. Each element of C is summed over the inner dimension in ascending order: chains of
  * CHAIN fused multiply-adds, each begun at zero, are added up in order. Neither the number of rows nor the width of a
  * vector enters, so one row or a thousand, on any ISA, get the same bits.
@@ -52,10 +54,21 @@ INLINE void fetch_ahead(const number_kind kind, matrix b, int64_t at) {
     __builtin_prefetch((const char *)b.data + at * (int64_t)(kind == REALS ? sizeof(real) : 2), 0, 2);
 }
 
+/* Element [row][inner] of A is data[row * row_stride + inner * inner_stride]; one of the two is 1. */
+typedef struct left_matrix {
+    const real *data;
+    int64_t row_stride, inner_stride;
+} left_matrix;
+
+INLINE left_matrix from_row(left_matrix a, int64_t row) {
+    a.data += row * a.row_stride;
+    return a;
+}
+
 /* One register tile over one chain. R and V are constants at every call, so the loops over them unroll and `sum` lives in
  * registers. Meanwhile rows of B that the next chain will need come nearer, a line of each: `ahead` is in the first. */
-INLINE void micro_tile(const number_kind kind, const int R, const int V, int64_t inner, const real *a, int64_t lda,
-                       matrix b, int64_t column, int64_t ahead, sums_to to) {
+INLINE void micro_tile(const number_kind kind, const int R, const int V, int64_t inner, left_matrix a, matrix b,
+                       int64_t column, int64_t ahead, sums_to to) {
     vec sum[MICRO_ROWS][MICRO_VECTORS];
     UNROLL for (int r = 0; r < R; r++) { UNROLL for (int v = 0; v < V; v++) sum[r][v] = v_zero(); }
     for (int64_t k = 0; k < inner; k++) {
@@ -64,7 +77,7 @@ INLINE void micro_tile(const number_kind kind, const int R, const int V, int64_t
         if (kind != REALS) fetch_ahead(kind, b, ahead + k * b.ld + PANEL / 2); /* few rows must fetch all lines */
         UNROLL for (int v = 0; v < V; v++) numbers[v] = load_numbers(kind, b, k * b.ld + column + v * LANES);
         UNROLL for (int r = 0; r < R; r++) {
-            vec x = v_all(a[r * lda + k]);
+            vec x = v_all(a.data[r * a.row_stride + k * a.inner_stride]);
             UNROLL for (int v = 0; v < V; v++) sum[r][v] = v_fma(x, numbers[v], sum[r][v]);
         }
     }
@@ -86,57 +99,63 @@ INLINE void micro_tile(const number_kind kind, const int R, const int V, int64_t
 }
 
 /* All row counts for a constant number of vectors, from a column of B on. */
-INLINE void micro_rows(const number_kind kind, const int V, int64_t rows, int64_t inner, const real *a, int64_t lda,
-                       matrix b, int64_t column, sums_to to) {
+INLINE void micro_rows(const number_kind kind, const int V, int64_t rows, int64_t inner, left_matrix a, matrix b,
+                       int64_t column, sums_to to) {
     int64_t r = 0, ahead = CHAIN * b.ld + column;
     to = sums_to_tile(to, 0, column);
     for (; r + MICRO_ROWS <= rows; r += MICRO_ROWS) {
         int64_t line = ahead + r / MICRO_ROWS * LINE % PANEL;
-        micro_tile(kind, MICRO_ROWS, V, inner, a + r * lda, lda, b, column, line, sums_to_tile(to, r, 0));
+        micro_tile(kind, MICRO_ROWS, V, inner, from_row(a, r), b, column, line, sums_to_tile(to, r, 0));
     }
-    a += r * lda;
+    a = from_row(a, r);
     ahead += r / MICRO_ROWS * LINE % PANEL;
     to = sums_to_tile(to, r, 0);
     switch (rows - r) {
 #if MICRO_ROWS > 4
-    case 5: micro_tile(kind, 5, V, inner, a, lda, b, column, ahead, to); break;
-    case 4: micro_tile(kind, 4, V, inner, a, lda, b, column, ahead, to); break;
+    case 5: micro_tile(kind, 5, V, inner, a, b, column, ahead, to); break;
+    case 4: micro_tile(kind, 4, V, inner, a, b, column, ahead, to); break;
 #endif
-    case 3: micro_tile(kind, 3, V, inner, a, lda, b, column, ahead, to); break;
-    case 2: micro_tile(kind, 2, V, inner, a, lda, b, column, ahead, to); break;
-    case 1: micro_tile(kind, 1, V, inner, a, lda, b, column, ahead, to); break;
+    case 3: micro_tile(kind, 3, V, inner, a, b, column, ahead, to); break;
+    case 2: micro_tile(kind, 2, V, inner, a, b, column, ahead, to); break;
+    case 1: micro_tile(kind, 1, V, inner, a, b, column, ahead, to); break;
     default: break;
     }
 }
 
-INLINE void chain_of_kind(const number_kind kind, int64_t rows, int64_t inner, const real *a, int64_t lda, matrix b,
-                          int64_t columns, sums_to to) {
+INLINE void chain_of_kind(const number_kind kind, int64_t rows, int64_t inner, left_matrix a, matrix b, int64_t columns,
+                          sums_to to) {
     int64_t j = 0;
     for (; j + MICRO_VECTORS * LANES <= columns; j += MICRO_VECTORS * LANES) {
-        micro_rows(kind, MICRO_VECTORS, rows, inner, a, lda, b, j, to);
+        micro_rows(kind, MICRO_VECTORS, rows, inner, a, b, j, to);
     }
     /* What is left is a multiple of COLUMNS, so only wide vectors get here. */
 #if LANES == 16
-    if (columns - j == 3 * LANES) micro_rows(kind, 3, rows, inner, a, lda, b, j, to);
-    if (columns - j == 1 * LANES) micro_rows(kind, 1, rows, inner, a, lda, b, j, to);
+    if (columns - j == 3 * LANES) micro_rows(kind, 3, rows, inner, a, b, j, to);
+    if (columns - j == 1 * LANES) micro_rows(kind, 1, rows, inner, a, b, j, to);
 #endif
 #if LANES >= 8
-    if (columns - j == 2 * LANES) micro_rows(kind, 2, rows, inner, a, lda, b, j, to);
+    if (columns - j == 2 * LANES) micro_rows(kind, 2, rows, inner, a, b, j, to);
 #endif
 }
 
 static void product_chain(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
                           int64_t columns, sums_to to) {
-    chain_of_kind(REALS, rows, inner, a, lda, (matrix){b, ldb}, columns, to);
+    chain_of_kind(REALS, rows, inner, (left_matrix){a, lda, 1}, (matrix){b, ldb}, columns, to);
+}
+
+/* A [inner, rows], inner apart by lda. */
+static void product_chain_transposed(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b,
+                                     int64_t ldb, int64_t columns, sums_to to) {
+    chain_of_kind(REALS, rows, inner, (left_matrix){a, 1, lda}, (matrix){b, ldb}, columns, to);
 }
 
 /* The same with B of 16-bit numbers, for up to MICRO_ROWS rows. */
 static void narrow_chain(rapt_dtype dtype, int64_t rows, int64_t inner, const real *a, int64_t lda, const uint16_t *b,
                          int64_t ldb, int64_t columns, sums_to to) {
     if (dtype == RAPT_F16) {
-        chain_of_kind(HALVES, rows, inner, a, lda, (matrix){b, ldb}, columns, to);
+        chain_of_kind(HALVES, rows, inner, (left_matrix){a, lda, 1}, (matrix){b, ldb}, columns, to);
     } else {
-        chain_of_kind(BRAIN_HALVES, rows, inner, a, lda, (matrix){b, ldb}, columns, to);
+        chain_of_kind(BRAIN_HALVES, rows, inner, (left_matrix){a, lda, 1}, (matrix){b, ldb}, columns, to);
     }
 }
 
