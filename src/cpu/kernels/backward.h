@@ -31,33 +31,52 @@ INLINE int64_t width_at(int64_t dim, int64_t d) {
 
 /* ---- packing ---- */
 
-/* One row of `dim` elements into row r of a block, times a factor. */
-INLINE void pack_block_row(real *block, int64_t r, const void *data, rapt_dtype dtype, int64_t offset, int64_t stride,
-                           int64_t dim, real factor) {
+/* `count` rows of `dim` elements, row_stride apart from `offset` on, into a block from row `first` on, times a factor. True
+ * if all are finite. */
+static bool pack_block_rows(real *block, int64_t first, int64_t count, const void *data, rapt_dtype dtype,
+                            int64_t offset, int64_t row_stride, int64_t stride, int64_t dim, real factor) {
     bool is_dense = dtype == REAL_DTYPE && stride == 1;
+    vec trouble = v_zero(), times = v_all(factor); /* x - x is 0, or NaN where x is not finite */
+    real tail_trouble = 0;
     for (int64_t d = 0; d < dim; d += PANEL) {
-        int64_t width = width_at(dim, d), count = dim - d < PANEL ? dim - d : PANEL, i = 0;
-        real *to = block + d * CHAIN + r * width;
-        const real *from = is_dense ? (const real *)data + offset + d : to;
-        if (!is_dense) load_row(to, data, dtype, offset + d * stride, stride, count);
-        for (; i + LANES <= count; i += LANES) v_store(to + i, v_mul(v_load(from + i), v_all(factor)));
-        for (; i < count; i++) to[i] = from[i] * factor;
-        for (; i < width; i++) to[i] = 0;
+        int64_t width = width_at(dim, d), columns = dim - d < PANEL ? dim - d : PANEL;
+        for (int64_t r = 0; r < count; r++) {
+            int64_t at = offset + r * row_stride + d * stride, i = 0;
+            real *to = block + d * CHAIN + (first + r) * width;
+            const real *from = is_dense ? (const real *)data + at : to;
+            if (!is_dense) load_row(to, data, dtype, at, stride, columns);
+            for (; i + LANES <= columns; i += LANES) {
+                vec x = v_mul(v_load(from + i), times);
+                v_store(to + i, x);
+                trouble = v_add(trouble, v_sub(x, x));
+            }
+            for (; i < columns; i++) {
+                to[i] = from[i] * factor;
+                tail_trouble += to[i] - to[i];
+            }
+            for (; i < width; i++) to[i] = 0;
+        }
     }
+    return v_sum(trouble) + tail_trouble == 0;
+}
+
+/* Rows of queries, or of what has their shape. */
+INLINE bool pack_query_block(real *block, const attn_rows *rows, const rapt_view *view, int64_t dim, real factor) {
+    const int64_t *stride = view->stride;
+    rapt_dtype dtype = rows->problem->dtype;
+    bool is_finite = true;
+    int64_t step = rows->heads == 1 ? rows->count : 1; /* evenly apart, or one by one */
+    for (int64_t r = 0; r < rows->count; r += step) {
+        int64_t at = rows->n * stride[0] + row_head(rows, r) * stride[1] + row_query(rows, r) * stride[2];
+        is_finite &= pack_block_rows(block, r, step, view->data, dtype, at, stride[2], stride[3], dim, factor);
+    }
+    return is_finite;
 }
 
 INLINE void clear_block(real *block, int64_t rows, int64_t dim) {
     for (int64_t d = 0; d < dim; d += PANEL) {
         memset(block + d * CHAIN, 0, (size_t)(rows * width_at(dim, d)) * sizeof(real));
     }
-}
-
-INLINE bool block_is_finite(const real *block, int64_t rows, int64_t dim) {
-    bool is_finite = true;
-    for (int64_t d = 0; d < dim; d += PANEL) {
-        is_finite &= all_finite(block + d * CHAIN, rows, width_at(dim, d), width_at(dim, d));
-    }
-    return is_finite;
 }
 
 /* [panel][64][width] of up to 64 rows to [dim][64]. */
@@ -95,19 +114,18 @@ static void sum_deltas(const attn_row_block *block, const real *out, int64_t dim
 static void backward_rows(const attn_gradients *gradients, attn_row_block *block, void *scratch) {
     const attn_rows *rows = &block->rows;
     const attn_problem *p = rows->problem;
-    real factor = (real)(p->scale * 0x1.71547652b82fep+0), *out = (real *)scratch + 2 * CHAIN * PANEL;
+    const rapt_view *lses = &p->lse;
+    real scale = (real)(p->scale * 0x1.71547652b82fep+0), *out = (real *)scratch + 2 * CHAIN * PANEL;
+    block->is_finite = pack_query_block(block->q, rows, &p->q, p->dim, scale);
+    block->is_finite &= pack_query_block(block->d_out, rows, &gradients->out, p->value_dim, 1);
+    pack_query_block(out, rows, &p->out, p->value_dim, 1);
+    sum_deltas(block, out, p->value_dim, scratch);
+    clear_block(block->d_q, rows->count, p->dim);
     block->has_odd_lse = false;
     for (int64_t r = 0; r < rows->count; r++) {
-        int64_t head = row_head(rows, r), query = row_query(rows, r);
-        const int64_t *q = p->q.stride, *d = gradients->out.stride, *o = p->out.stride, *l = p->lse.stride;
-        pack_block_row(block->q, r, p->q.data, p->dtype, rows->n * q[0] + head * q[1] + query * q[2], q[3], p->dim,
-                       factor);
-        pack_block_row(block->d_out, r, gradients->out.data, p->dtype, rows->n * d[0] + head * d[1] + query * d[2],
-                       d[3], p->value_dim, 1);
-        pack_block_row(out, r, p->out.data, p->dtype, rows->n * o[0] + head * o[1] + query * o[2], o[3], p->value_dim,
-                       1);
-        real lse = ((const real *)(const void *)p->lse.data)[rows->n * l[0] + head * l[1] + query * l[2]];
-        real power = (real)((double)lse * 0x1.71547652b82fep+0);
+        int64_t at =
+            rows->n * lses->stride[0] + row_head(rows, r) * lses->stride[1] + row_query(rows, r) * lses->stride[2];
+        real lse = ((const real *)(const void *)lses->data)[at], power = (real)((double)lse * 0x1.71547652b82fep+0);
         bool sees_nothing = lse == (real)-INFINITY;
         block->is_odd[r] = !sees_nothing && !(power < LSE_LIMIT && power > -LSE_LIMIT);
         block->has_odd_lse |= block->is_odd[r];
@@ -116,25 +134,19 @@ static void backward_rows(const attn_gradients *gradients, attn_row_block *block
         ((real *)block->lse)[r] = power;
         ((real *)block->factor)[r] = block->is_odd[r] ? 0 : 1;
     }
-    block->is_finite =
-        block_is_finite(block->q, rows->count, p->dim) && block_is_finite(block->d_out, rows->count, p->value_dim);
-    sum_deltas(block, out, p->value_dim, scratch);
-    clear_block(block->d_q, rows->count, p->dim);
 }
 
 static void backward_keys(const attn_problem *p, int64_t n, int64_t kv_head, attn_key_block *block, void *scratch) {
     const attn_keys *keys = &block->keys;
     const rapt_view *k = keys->extra ? &p->extra_k : &p->k, *v = keys->extra ? &p->extra_v : &p->v;
     int64_t first = keys->extra ? 0 : keys->first_key;
+    int64_t k_at = n * k->stride[0] + kv_head * k->stride[1] + first * k->stride[2];
+    int64_t v_at = n * v->stride[0] + kv_head * v->stride[1] + first * v->stride[2];
     real *v_rows = scratch;
-    for (int64_t j = 0; j < keys->keys; j++) {
-        int64_t k_at = n * k->stride[0] + kv_head * k->stride[1] + (first + j) * k->stride[2];
-        int64_t v_at = n * v->stride[0] + kv_head * v->stride[1] + (first + j) * v->stride[2];
-        pack_block_row(block->k_rows, j, k->data, p->dtype, k_at, k->stride[3], p->dim, 1);
-        pack_block_row(v_rows, j, v->data, p->dtype, v_at, v->stride[3], p->value_dim, 1);
-    }
     block->is_finite =
-        block_is_finite(block->k_rows, keys->keys, p->dim) && block_is_finite(v_rows, keys->keys, p->value_dim);
+        pack_block_rows(block->k_rows, 0, keys->keys, k->data, p->dtype, k_at, k->stride[2], k->stride[3], p->dim, 1);
+    block->is_finite &=
+        pack_block_rows(v_rows, 0, keys->keys, v->data, p->dtype, v_at, v->stride[2], v->stride[3], p->value_dim, 1);
     transpose_block(block->k, block->k_rows, keys->keys, p->dim);
     transpose_block(block->v, v_rows, keys->keys, p->value_dim);
     clear_block(block->d_k, keys->keys, p->dim);
@@ -463,7 +475,8 @@ static void backward_mask(attn_row_block *block, const attn_key_block *key_block
 /* Row r of a block [64][dim], times a factor, to where `to` says. */
 static void store_block_row(const void *block, int64_t r, int64_t dim, double factor, bool accumulate, void *to,
                             rapt_dtype dtype, int64_t stride, void *row_scratch) {
-    real *row = row_scratch;
+    bool in_place = dtype == REAL_DTYPE && stride == 1 && dim % COLUMNS == 0 && !accumulate;
+    real *row = in_place ? to : row_scratch;
     for (int64_t d = 0; d < dim; d += PANEL) {
         int64_t width = width_at(dim, d);
         const real *from = (const real *)block + d * CHAIN + r * width;
@@ -471,7 +484,7 @@ static void store_block_row(const void *block, int64_t r, int64_t dim, double fa
             v_store(row + d + i, v_add(v_mul(v_load(from + i), v_all((real)factor)), v_zero())); /* zeros are +0 */
         }
     }
-    (accumulate ? add_row : store_row)(row, dim, to, dtype, stride);
+    if (!in_place) (accumulate ? add_row : store_row)(row, dim, to, dtype, stride);
 }
 
 #endif
