@@ -30,6 +30,7 @@ struct rapt_mha {
     rapt_allocator allocator;
     bool training;
     uint64_t version;
+    uint64_t made_at; /* in nanoseconds: tells a layer from one that had its address before */
     mha_parts parts;
     int32_t parameters;
     mha_parameter parameter[MHA_MAX_PARAMETERS];
@@ -61,6 +62,7 @@ struct rapt_mha_state {
     bool is_filled;
     rapt_mha_saved saved;
     const rapt_mha *layer; /* whose forward it was; NULL: that of rapt_mha_functional */
+    uint64_t layer_made_at;
     rapt_mha_config config;
     attn_problem problem;  /* of that forward, but for the extra keys; masks and arrays are the caller's */
     bool projects_keys;    /* keys and values came from key and value, not from static_k and static_v */

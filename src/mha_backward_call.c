@@ -43,10 +43,9 @@ static rapt_status check_state(rapt_context *context, const rapt_mha *layer, con
                          layer == NULL ? "a layer's forward" : "rapt_mha_functional",
                          layer == NULL ? "rapt_mha_functional" : "a forward of this layer");
     }
-    if (layer != state->layer) {
+    if (layer != state->layer || (layer != NULL && layer->made_at != state->layer_made_at)) {
         return rapt_fail(context, RAPT_ERROR_STATE,
-                         "state was filled by another layer (at %p), expected a forward of this one (at %p)",
-                         (const void *)state->layer, (const void *)layer);
+                         "state was filled by another layer, expected a forward of this one");
     }
     if (layer != NULL && layer->version != state->saved.version) {
         return rapt_fail(context, RAPT_ERROR_STATE,
@@ -83,7 +82,7 @@ static rapt_status take_like(const mha_backward *b, const char *name, const rapt
     rapt_status status = rapt_check_output(b->context, name, tensor);
     if (status == RAPT_OK) status = check_dtype(b, name, tensor);
     if (status == RAPT_OK) status = check_shape(b, name, tensor, like, like_name);
-    if (status == RAPT_OK) *taken = *tensor;
+    if (status == RAPT_OK) *taken = rapt_normalised(tensor);
     return status;
 }
 
@@ -109,7 +108,8 @@ static rapt_status take_vector(const mha_backward *b, const char *name, const ra
         return rapt_fail(b->context, RAPT_ERROR_SHAPE, "%s has shape %s, expected [%lld]", name,
                          rapt_shape_text(tensor, text), (ll)length);
     }
-    *taken = rapt_tensor_strided(tensor->data, tensor->dtype, 1, &length, &tensor->stride[last]);
+    rapt_tensor vector = rapt_tensor_strided(tensor->data, tensor->dtype, 1, &length, &tensor->stride[last]);
+    *taken = rapt_normalised(&vector);
     return RAPT_OK;
 }
 

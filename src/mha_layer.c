@@ -18,6 +18,7 @@ static rapt_mha *allocate_layer(rapt_context *context, const rapt_mha_config *co
     layer->config = *config;
     layer->allocator = context->allocator;
     layer->training = true;
+    layer->made_at = os_nanoseconds();
     return layer;
 }
 

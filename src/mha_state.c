@@ -49,6 +49,7 @@ void rapt_mha_state_fill(const mha_call *call, const attn_problem *p) {
     if (call->options.lse != NULL) copy_lse(&saved->lse, call->options.lse);
 
     state->layer = call->layer;
+    state->layer_made_at = call->layer != NULL ? call->layer->made_at : 0;
     state->config = *call->config;
     state->problem = *p;
     state->problem.extra_k = state->problem.extra_v = state->problem.weights = (rapt_view){0};

@@ -9,6 +9,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 #ifdef __linux__
@@ -33,6 +34,12 @@ void os_condition_wait(os_condition *condition, os_mutex *mutex) { pthread_cond_
 void os_condition_wake_all(os_condition *condition) { pthread_cond_broadcast(condition); }
 
 int64_t os_process_id(void) { return getpid(); }
+
+uint64_t os_nanoseconds(void) {
+    struct timespec now = {0};
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
+}
 const char *os_environment(const char *name) { return getenv(name); }
 
 #ifdef __linux__

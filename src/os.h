@@ -26,6 +26,7 @@ void os_condition_wake_all(os_condition *condition);
 
 int32_t os_cpu_count(void); /* CPUs that this process may use: affinity and cgroup quota; at least 1 */
 int64_t os_process_id(void);
+uint64_t os_nanoseconds(void); /* since some time in the past */
 const char *os_environment(const char *name);
 
 typedef struct os_file_map {

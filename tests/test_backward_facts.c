@@ -147,6 +147,49 @@ static void test_sole_keys(void **state) {
     on_both_backends(sole_keys);
 }
 
+/* Dropout and gradients of the returned weights change nothing about that: a weight that cannot change has no use for them. */
+static void sole_keys_with_more(rapt_context *context) {
+    for (int i = 0; i < 2; i++) {
+        backward_case c = make_case(RAPT_F32);
+        c.f.options.causal = c.f.options.limit_left = true;
+        c.f.options.set_scale = true;
+        c.f.options.scale = 1000; /* scores whose log-sum-exp is coarse */
+        c.f.options.dropout = i == 0 ? 0.3 : 0;
+        c.f.options.set_dropout_seed = i == 0;
+        c.f.options.per_head_weights = true;
+        c.d_weights = make_tensor(RAPT_F32, 4, (int64_t[]){N, H, L, S});
+        fill_value(&c.d_weights, 1);
+        backward_result r = run_backward_case(context, &c);
+        assert_true(largest_magnitude(&r.gradient[D_QUERY]) == 0 && largest_magnitude(&r.gradient[D_KEY]) == 0);
+        assert_true(largest_magnitude(&r.gradient[D_VALUE]) > 0);
+        free_backward_result(&r);
+        free_backward_case(&c);
+    }
+}
+static void test_sole_keys_with_more(void **state) {
+    (void)state;
+    on_both_backends(sole_keys_with_more);
+}
+
+/* A query that no loss reads, padding say, adds nothing to any gradient, even if it is NaN and sees keys. */
+static void unread(rapt_context *context) {
+    backward_case c = make_case(RAPT_F32);
+    fill_row(&c.d_out, L, L - 1, 0);
+    backward_result clean = run_backward_case(context, &c);
+    fill_row(&c.f.q, L, L - 1, NAN);
+    backward_result spoiled = run_backward_case(context, &c);
+    assert_true(isnan(get_element(&spoiled.out, (L - 1) * DV)));
+    assert_true(same_gradients(&clean, &spoiled));
+    check_row_is_zero(&spoiled.gradient[D_QUERY], L, L - 1);
+    free_backward_result(&clean);
+    free_backward_result(&spoiled);
+    free_backward_case(&c);
+}
+static void test_unread(void **state) {
+    (void)state;
+    on_both_backends(unread);
+}
+
 /* An additive mask of one huge negative number for all keys of a query, as padding often has: gradients are those of the
  * weights that the forward had, but for the rounding of the log-sum-exp; where that is too coarse to say what the weights
  * were, it may not be used. */
@@ -447,9 +490,12 @@ static void test_rotate(void **state) {
 int main(void) {
     skip_without_forced_isa();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_hidden),        cmocka_unit_test(test_far_below),        cmocka_unit_test(test_sole_keys),
-        cmocka_unit_test(test_one_at_a_time), cmocka_unit_test(test_broadcast_inputs), cmocka_unit_test(test_empty),
-        cmocka_unit_test(test_projections),   cmocka_unit_test(test_repeat),           cmocka_unit_test(test_rotate),
+        cmocka_unit_test(test_hidden),           cmocka_unit_test(test_far_below),
+        cmocka_unit_test(test_sole_keys),        cmocka_unit_test(test_sole_keys_with_more),
+        cmocka_unit_test(test_unread),           cmocka_unit_test(test_one_at_a_time),
+        cmocka_unit_test(test_broadcast_inputs), cmocka_unit_test(test_empty),
+        cmocka_unit_test(test_projections),      cmocka_unit_test(test_repeat),
+        cmocka_unit_test(test_rotate),
     };
     return cmocka_run_group_tests_name("backward facts", tests, NULL, NULL);
 }

@@ -117,7 +117,8 @@ RAPT_API const char *rapt_status_text(rapt_status status); /* "a tensor has the 
  *
  * A context owns threads, scratch memory and the last error's text. One thread uses a context at a time (a second one
  * that tries gets RAPT_ERROR_STATE and no message); a program with many threads gives each its own, and they share
- * layers freely. After a call, another of the same kind with sizes no larger allocates nothing.
+ * layers freely. After a call, another of the same kind with sizes no larger (and no fewer key/value heads) allocates
+ * nothing.
  */
 typedef struct rapt_context rapt_context;
 typedef struct rapt_pool rapt_pool;
@@ -812,6 +813,7 @@ RAPT_API rapt_status rapt_mha_append(rapt_context *context, const rapt_mha *laye
  *
  * Gradients are the same bits on every run, for any number of threads, on every ISA with fused multiply-add. Memory grows
  * with L + S: weights are computed again from the log-sum-exp, and dropout is drawn again. There is no second derivative.
+ * A query whose gradient is all zero adds nothing to any gradient, even if it is NaN: padding that no loss reads is safe.
  *
  * DROPOUT zeroes each attention weight with probability `dropout` and divides the others by 1 - dropout; returned weights
  * show it. Whether the weight of (n, h, query i, key j) stays is a function of seed, offset, n*H+h, i and j alone

@@ -20,18 +20,29 @@ static int64_t divide_up(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
 /* ---- sizes ---- */
 
+static size_t rounded(int64_t dim) { return rapt_size_add((size_t)(dim - 1) / COLUMNS * COLUMNS, COLUMNS); }
+
 typedef struct backward_plan {
     int64_t group, units, rows, row_blocks; /* of a unit */
     int64_t key_blocks;                     /* at most; the extra keys are the last one */
     int64_t shared_units;                   /* the last ones, which all lanes share */
-    int64_t q_reals, v_reals;               /* of a block [64][D], [64][Dv] */
     size_t real;
+    size_t q_bytes, v_bytes;        /* of a matrix [64][D], [64][Dv] */
     size_t row_bytes, key_bytes;    /* memory of a block */
     size_t row_table, key_table;    /* structs of a unit's blocks */
     size_t own_bytes, shared_bytes; /* a unit that a lane runs, or that lanes share */
     size_t lane_bytes;              /* scratch of a tile, and a row to store */
     size_t stats_bytes;             /* lse, factor and delta of all rows, [3][N,H,L], for the pass over masks */
 } backward_plan;
+
+typedef struct backward_unit {
+    int64_t n, kv_head;
+    int64_t first_key, end; /* real keys, without the padding at both ends; blocks are counted from first_key */
+    int64_t key_blocks;     /* the extra keys' included */
+    attn_row_block *rows;
+    attn_key_block *keys;
+    char *row_memory, *key_memory;
+} backward_unit;
 
 static backward_plan make_plan(const rapt_context *context, const attn_problem *p, const attn_gradients *gradients) {
     backward_plan plan = {.group = p->heads / p->kv_heads, .units = p->batch * p->kv_heads};
@@ -40,20 +51,22 @@ static backward_plan make_plan(const rapt_context *context, const attn_problem *
     plan.row_blocks = divide_up(plan.rows, CHAIN);
     plan.key_blocks = divide_up(p->keys, CHAIN) + (p->extra_keys > 0);
     plan.shared_units = plan.units % context->lanes;
-    plan.q_reals = CHAIN * rapt_round_up(p->dim, COLUMNS);
-    plan.v_reals = CHAIN * rapt_round_up(p->value_dim, COLUMNS);
-    plan.row_bytes = rapt_arena_size(plan.real * (size_t)(2 * plan.q_reals + plan.v_reals + 3 * CHAIN));
-    int64_t transposed = PANEL * (p->dim + p->value_dim);
-    plan.key_bytes = rapt_arena_size(plan.real * (size_t)(transposed + 2 * plan.q_reals + plan.v_reals));
+    plan.q_bytes = rapt_size_mul(plan.real * CHAIN, rounded(p->dim));
+    plan.v_bytes = rapt_size_mul(plan.real * CHAIN, rounded(p->value_dim));
+    size_t blocks = rapt_size_add(rapt_size_mul(2, plan.q_bytes), plan.v_bytes); /* of rows: q, d_q, d_out */
+    plan.row_bytes = rapt_arena_size(rapt_size_add(blocks, 3 * plan.real * CHAIN));
+    size_t transposed = rapt_size_add(plan.q_bytes, plan.v_bytes); /* of keys: k, v; then k_rows, d_k, d_v */
+    plan.key_bytes = rapt_arena_size(rapt_size_add(blocks, transposed));
     plan.row_table = rapt_arena_size(rapt_size_mul(sizeof(attn_row_block), (size_t)plan.row_blocks));
     plan.key_table = rapt_arena_size(rapt_size_mul(sizeof(attn_key_block), (size_t)plan.key_blocks));
     size_t rows = rapt_size_add(rapt_size_mul(plan.row_bytes, (size_t)plan.row_blocks), plan.row_table);
     size_t keys = rapt_size_add(rapt_size_mul(plan.key_bytes, (size_t)plan.key_blocks), plan.key_table);
     plan.own_bytes = rapt_size_add(rows, rapt_size_add(plan.key_bytes, rapt_arena_size(sizeof(attn_key_block))));
     plan.shared_bytes = rapt_size_add(rows, keys);
-    int64_t longest = rapt_round_up(p->dim > p->value_dim ? p->dim : p->value_dim, COLUMNS);
+    size_t longest = rounded(p->dim > p->value_dim ? p->dim : p->value_dim);
+    size_t tile = rapt_size_add(plan.real * (size_t)rapt_tile_reals(0), plan.v_bytes);
+    plan.lane_bytes = rapt_arena_size(rapt_size_add(tile, rapt_size_mul(plan.real, longest)));
     /* A mask's pass: a row block, a key block and sums [64][64] beside the tile's scratch. */
-    plan.lane_bytes = rapt_arena_size(plan.real * (size_t)(rapt_tile_reals(p->value_dim) + longest));
     if (gradients->mask.data != NULL || gradients->padding.data != NULL) {
         size_t block = rapt_size_add(plan.row_bytes, rapt_size_add(plan.key_bytes, plan.real * CHAIN * PANEL));
         plan.lane_bytes = rapt_size_add(plan.lane_bytes, block);
@@ -70,19 +83,11 @@ size_t rapt_cpu_attn_backward_scratch(const rapt_context *context, const attn_pr
     size_t own = rapt_size_mul(plan.own_bytes, (size_t)smaller(plan.units, context->lanes));
     size_t shared = rapt_size_mul(plan.shared_bytes, (size_t)smaller(plan.units, context->lanes - 1));
     size_t total = rapt_size_add(own > shared ? own : shared, plan.stats_bytes);
+    total = rapt_size_add(total, rapt_arena_size(sizeof(backward_unit) * (size_t)context->lanes));
     return rapt_size_add(total, rapt_size_mul(plan.lane_bytes, (size_t)context->lanes));
 }
 
 /* ---- a unit ---- */
-
-typedef struct backward_unit {
-    int64_t n, kv_head;
-    int64_t first_key, end; /* real keys, without the padding at both ends; blocks are counted from first_key */
-    int64_t key_blocks;     /* the extra keys' included */
-    attn_row_block *rows;
-    attn_key_block *keys;
-    char *row_memory, *key_memory;
-} backward_unit;
 
 typedef struct backward_job {
     const rapt_cpu_kernels *kernels;
@@ -90,9 +95,11 @@ typedef struct backward_job {
     const attn_gradients *gradients;
     backward_plan plan;
     char *units, *lanes, *stats;
-    int64_t first_unit, unit_count; /* of those that are shared */
-    int64_t wave;                   /* then: row block + key block of the tiles that run */
-    const mask_gradient *mask;      /* in the pass of one */
+    backward_unit *shared; /* the units that lanes share */
+    int64_t wave;          /* then: row block + key block of the tiles that run, */
+    int64_t first_block;   /* and the first and the number of the row blocks that have one */
+    int64_t block_count;
+    const mask_gradient *mask; /* in the pass of one */
 } backward_job;
 
 static char *lane_scratch(const backward_job *job, int32_t lane) {
@@ -114,7 +121,7 @@ static backward_unit find_unit(const backward_job *job, int64_t index, char *mem
 
 /* Lays a block out in memory. */
 static attn_row_block row_block_at(const backward_plan *plan, char *memory, attn_rows rows) {
-    size_t q = plan->real * (size_t)plan->q_reals, v = plan->real * (size_t)plan->v_reals;
+    size_t q = plan->q_bytes, v = plan->v_bytes;
     return (attn_row_block){.rows = rows,
                             .q = memory,
                             .d_q = memory + q,
@@ -124,15 +131,14 @@ static attn_row_block row_block_at(const backward_plan *plan, char *memory, attn
                             .delta = memory + 2 * q + v + plan->real * CHAIN * 2};
 }
 
-static attn_key_block key_block_at(const backward_job *job, char *memory, attn_keys keys) {
-    const backward_plan *plan = &job->plan;
-    const attn_problem *p = job->problem;
-    size_t q = plan->real * (size_t)plan->q_reals;
-    size_t k_transposed = plan->real * (size_t)(PANEL * p->dim),
-           v_transposed = plan->real * (size_t)(PANEL * p->value_dim);
-    char *v_at = memory + k_transposed, *rows_at = v_at + v_transposed;
-    return (attn_key_block){
-        .keys = keys, .k = memory, .v = v_at, .k_rows = rows_at, .d_k = rows_at + q, .d_v = rows_at + 2 * q};
+static attn_key_block key_block_at(const backward_plan *plan, char *memory, attn_keys keys) {
+    size_t q = plan->q_bytes, v = plan->v_bytes;
+    return (attn_key_block){.keys = keys,
+                            .k = memory,
+                            .v = memory + q,
+                            .k_rows = memory + q + v,
+                            .d_k = memory + 2 * q + v,
+                            .d_v = memory + 3 * q + v};
 }
 
 static void prepare_rows(const backward_job *job, const backward_unit *unit, int64_t b, int32_t lane) {
@@ -157,7 +163,7 @@ static attn_key_block *prepare_keys(const backward_job *job, const backward_unit
     keys.first_key = keys.extra ? p->keys : unit->first_key + b * CHAIN;
     keys.keys = keys.extra ? p->extra_keys : smaller(CHAIN, unit->end - keys.first_key);
     attn_key_block *block = &unit->keys[slot];
-    *block = key_block_at(job, unit->key_memory + (size_t)slot * job->plan.key_bytes, keys);
+    *block = key_block_at(&job->plan, unit->key_memory + (size_t)slot * job->plan.key_bytes, keys);
     job->kernels->backward_keys(p, unit->n, unit->kv_head, block, lane_scratch(job, lane));
     return block;
 }
@@ -279,64 +285,66 @@ static void run_unit(void *arg, int64_t index, int32_t lane) {
 
 /* ---- units that lanes share ---- */
 
-static backward_unit shared_unit(const backward_job *job, int64_t index) {
-    return find_unit(job, job->first_unit + index, job->units + (size_t)index * job->plan.shared_bytes, true);
-}
-
 static void prepare_shared(void *arg, int64_t item, int32_t lane) {
     const backward_job *job = arg;
     int64_t blocks = job->plan.row_blocks + job->plan.key_blocks, b = item % blocks;
-    backward_unit unit = shared_unit(job, item / blocks);
+    const backward_unit *unit = &job->shared[item / blocks];
     if (b < job->plan.row_blocks) {
-        prepare_rows(job, &unit, b, lane);
-    } else if (b - job->plan.row_blocks < unit.key_blocks) {
-        prepare_keys(job, &unit, b - job->plan.row_blocks, b - job->plan.row_blocks, lane);
+        prepare_rows(job, unit, b, lane);
+    } else if (b - job->plan.row_blocks < unit->key_blocks) {
+        prepare_keys(job, unit, b - job->plan.row_blocks, b - job->plan.row_blocks, lane);
     }
 }
 
 /* What of a row block must be known before its first tile. */
 static void complete_shared_rows(void *arg, int64_t item, int32_t lane) {
     const backward_job *job = arg;
-    backward_unit unit = shared_unit(job, item / job->plan.row_blocks);
-    attn_row_block *rows = &unit.rows[item % job->plan.row_blocks];
-    for (int64_t k = 0; k < unit.key_blocks && rows->has_odd_lse; k++) {
-        job->kernels->backward_odd_rows(rows, &unit.keys[k], lane_scratch(job, lane));
+    const backward_unit *unit = &job->shared[item / job->plan.row_blocks];
+    attn_row_block *rows = &unit->rows[item % job->plan.row_blocks];
+    for (int64_t k = 0; k < unit->key_blocks && rows->has_odd_lse; k++) {
+        job->kernels->backward_odd_rows(rows, &unit->keys[k], lane_scratch(job, lane));
     }
     job->kernels->backward_settle_odd_rows(rows);
-    for (int64_t k = 0; k < unit.key_blocks && job->gradients->weights.data != NULL; k++) {
-        job->kernels->backward_delta(rows, &unit.keys[k], job->gradients, lane_scratch(job, lane));
+    for (int64_t k = 0; k < unit->key_blocks && job->gradients->weights.data != NULL; k++) {
+        job->kernels->backward_delta(rows, &unit->keys[k], job->gradients, lane_scratch(job, lane));
     }
 }
 
 static void shared_tile(void *arg, int64_t item, int32_t lane) {
     const backward_job *job = arg;
-    backward_unit unit = shared_unit(job, item / job->plan.row_blocks);
-    int64_t b = item % job->plan.row_blocks, k = job->wave - b;
-    if (k < 0 || k >= unit.key_blocks) return;
-    job->kernels->backward_tile(&unit.rows[b], &unit.keys[k], job->gradients, lane_scratch(job, lane));
+    const backward_unit *unit = &job->shared[item / job->block_count];
+    int64_t b = job->first_block + item % job->block_count, k = job->wave - b;
+    if (k >= unit->key_blocks) return;
+    job->kernels->backward_tile(&unit->rows[b], &unit->keys[k], job->gradients, lane_scratch(job, lane));
 }
 
 static void finish_shared(void *arg, int64_t item, int32_t lane) {
     const backward_job *job = arg;
     int64_t blocks = job->plan.row_blocks + job->plan.key_blocks, b = item % blocks;
-    backward_unit unit = shared_unit(job, item / blocks);
+    const backward_unit *unit = &job->shared[item / blocks];
     if (b < job->plan.row_blocks) {
-        finish_rows(job, &unit.rows[b], lane);
-    } else if (b - job->plan.row_blocks < unit.key_blocks) {
-        finish_keys(job, &unit, &unit.keys[b - job->plan.row_blocks], lane);
+        finish_rows(job, &unit->rows[b], lane);
+    } else if (b - job->plan.row_blocks < unit->key_blocks) {
+        finish_keys(job, unit, &unit->keys[b - job->plan.row_blocks], lane);
     }
-    if (b == 0) clear_hidden_keys(job, &unit);
+    if (b == 0) clear_hidden_keys(job, unit);
 }
 
 static void run_shared_units(rapt_context *context, backward_job *job, double operations) {
     const backward_plan *plan = &job->plan;
-    int64_t blocks = plan->row_blocks + plan->key_blocks, count = job->unit_count;
+    int64_t blocks = plan->row_blocks + plan->key_blocks, count = plan->shared_units;
+    for (int64_t u = 0; u < count; u++) {
+        char *memory = job->units + (size_t)u * plan->shared_bytes;
+        job->shared[u] = find_unit(job, plan->units - count + u, memory, true);
+    }
     double packing = operations / (double)CHAIN, tiles = operations / (double)blocks;
     rapt_parallel(context, count * blocks, packing, prepare_shared, job);
     bool has_d_weights = job->gradients->weights.data != NULL;
     rapt_parallel(context, count * plan->row_blocks, has_d_weights ? operations : packing, complete_shared_rows, job);
     for (job->wave = 0; job->wave < blocks - 1; job->wave++) {
-        rapt_parallel(context, count * plan->row_blocks, tiles, shared_tile, job);
+        job->first_block = job->wave < plan->key_blocks ? 0 : job->wave - plan->key_blocks + 1;
+        job->block_count = smaller(job->wave + 1, plan->row_blocks) - job->first_block;
+        rapt_parallel(context, count * job->block_count, tiles, shared_tile, job);
     }
     rapt_parallel(context, count * blocks, packing, finish_shared, job);
 }
@@ -363,9 +371,15 @@ static void run_mask(void *arg, int64_t item, int32_t lane) {
     int64_t b_end = sums_rows ? all_row_blocks : block + 1;
     for (int64_t n = mask->size[0] == 1 ? 0 : sequence; n < n_end; n++) {
         for (int64_t h = mask->size[1] == 1 ? 0 : head; h < h_end; h++) {
-            attn_key_block key = key_block_at(job, memory + plan->row_bytes, keys);
-            job->kernels->backward_keys(p, n, h / plan->group, &key, scratch);
+            attn_key_block key = key_block_at(plan, memory + plan->row_bytes, keys);
+            bool has_keys = false;
             for (int64_t b = sums_rows ? 0 : block; b < b_end; b++) {
+                int64_t last = smaller(p->queries, (b + 1) * CHAIN) - 1, low, high, unused;
+                rapt_visible_keys(p, n, b * CHAIN, &low, &unused); /* both ends grow with the query */
+                rapt_visible_keys(p, n, last, &unused, &high);
+                if (low >= keys.first_key + keys.keys || high <= keys.first_key) continue;
+                if (!has_keys) job->kernels->backward_keys(p, n, h / plan->group, &key, scratch);
+                has_keys = true;
                 attn_rows some = {.problem = p,
                                   .n = n,
                                   .kv_head = h / plan->group,
@@ -421,13 +435,12 @@ void rapt_cpu_attn_backward(rapt_context *context, const attn_problem *p, const 
     const backward_plan *plan = &job.plan;
     job.lanes = scratch;
     job.stats = job.lanes + plan->lane_bytes * (size_t)context->lanes;
-    job.units = job.stats + plan->stats_bytes;
+    job.shared = (backward_unit *)(void *)(job.stats + plan->stats_bytes);
+    job.units = (char *)job.shared + rapt_arena_size(sizeof(backward_unit) * (size_t)context->lanes);
 
     double unit_operations = 5.0 * (double)plan->rows * (double)p->keys * (double)(p->dim + p->value_dim) / 2;
     int64_t own = plan->units - plan->shared_units;
     rapt_parallel(context, own, unit_operations * (double)own, run_unit, &job);
-    job.first_unit = own;
-    job.unit_count = plan->shared_units;
-    if (job.unit_count > 0) run_shared_units(context, &job, unit_operations * (double)job.unit_count);
+    if (plan->shared_units > 0) run_shared_units(context, &job, unit_operations * (double)plan->shared_units);
     run_masks(context, &job, unit_operations * (double)plan->units);
 }

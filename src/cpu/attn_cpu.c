@@ -54,12 +54,12 @@ void rapt_real_keys(const attn_problem *p, int64_t n, int64_t *begin, int64_t *e
     while (*end > *begin && is_padding(p, n, *end - 1)) --*end;
 }
 
-int64_t rapt_sole_key(const attn_problem *p, int64_t n, int64_t head, int64_t i) {
+int64_t rapt_sole_key(const attn_problem *p, int64_t n, int64_t head, int64_t i, int64_t first) {
     if (p->extra_keys > 1) return -1;
     int64_t sole = p->extra_keys == 1 ? p->keys : -1, seen = p->extra_keys, low, high;
     rapt_visible_keys(p, n, i, &low, &high);
     int64_t row = n * p->mask.stride[0] + head * p->mask.stride[1] + i * p->mask.stride[2];
-    for (int64_t j = low; j < high && seen < 2; j++) {
+    for (int64_t j = low > first ? low : first; j < high && seen < 2; j++) {
         if (is_masked(&p->mask, row + j * p->mask.stride[3]) || is_padding(p, n, j)) continue;
         sole = j;
         seen++;

@@ -109,6 +109,14 @@ static void backward_row(const attn_problem *p, const attn_gradients *g, int64_t
     }
 }
 
+/* A row that no loss reads takes part in nothing, whatever is in it. */
+static bool has_no_gradient(const attn_problem *p, const attn_gradients *g, int64_t n, int64_t h, int64_t i) {
+    bool all_zero = g->weights.data == NULL;
+    for (int64_t d = 0; d < p->value_dim && all_zero; d++)
+        all_zero = rapt_ref_element(&g->out, p->dtype, n, h, i, d) == 0;
+    return all_zero;
+}
+
 /* ---- what is summed over rows ---- */
 
 /* The gradients of a KV head's keys (or values) [S'][dim], the real ones and the extra ones. */
@@ -158,6 +166,7 @@ void rapt_ref_attn_backward(rapt_context *context, const attn_problem *p, const 
             for (int64_t h = kv_head * group; h < (kv_head + 1) * group; h++) {
                 for (int64_t i = 0; i < p->queries; i++) {
                     rapt_ref_row_fill(p, n, h, i, &row);
+                    if (has_no_gradient(p, g, n, h, i)) row.count = 0;
                     backward_row(p, g, n, h, i, &row, &sums);
                 }
             }

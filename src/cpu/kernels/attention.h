@@ -324,7 +324,7 @@ static void attn_merge(int64_t rows, attn_partial *total, const attn_partial *pa
  * must get these bits too. *weight is then 1, or what dropout makes of it. */
 static __attribute__((noinline)) void copy_sole_value(const attn_rows *rows, int64_t r, real *out, real *weight) {
     const attn_problem *p = rows->problem;
-    int64_t head = row_head(rows, r), query = row_query(rows, r), key = rapt_sole_key(p, rows->n, head, query);
+    int64_t head = row_head(rows, r), query = row_query(rows, r), key = rapt_sole_key(p, rows->n, head, query, 0);
     if (key < 0) return;
     *weight = 1;
     if (p->dropout > 0) draw_row(p, rows->n, head, query, key, 1, dropout_factor(p), weight);
@@ -408,7 +408,7 @@ static void attn_weights(const attn_rows *rows, const attn_keys *keys, const voi
             v_store(t + c, v_where_masked(score, v_zero(), v_div(v_weight(score, row_reference), row_sum)));
         }
         if (isnan(((const real *)sum)[r])) { /* a lone key weighs 1 even if its score is no number */
-            int64_t key = rapt_sole_key(p, rows->n, row_head(rows, r), row_query(rows, r)) - keys->first_key;
+            int64_t key = rapt_sole_key(p, rows->n, row_head(rows, r), row_query(rows, r), 0) - keys->first_key;
             if (key >= begin && key < last) t[key] = 1;
         }
         if (p->dropout > 0) {

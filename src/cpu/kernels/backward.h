@@ -107,25 +107,32 @@ static void sum_deltas(const attn_row_block *block, const real *out, int64_t dim
     }
 }
 
-/* A log-sum-exp that is larger than this, by masks or by wild scores, is too coarse to compute weights from; one that is
- * no number may be that of a lone key, which weighs 1. */
-#define LSE_LIMIT ((real)65536)
-
-static void backward_rows(const attn_gradients *gradients, attn_row_block *block, void *scratch) {
+/* Which rows see a single key. Without anything that hides keys they all see all. */
+static void find_sole_keys(attn_row_block *block) {
     const attn_rows *rows = &block->rows;
     const attn_problem *p = rows->problem;
-    const rapt_view *lses = &p->lse;
-    real scale = (real)(p->scale * 0x1.71547652b82fep+0), *out = (real *)scratch + 2 * CHAIN * PANEL;
-    block->is_finite = pack_query_block(block->q, rows, &p->q, p->dim, scale);
-    block->is_finite &= pack_query_block(block->d_out, rows, &gradients->out, p->value_dim, 1);
-    pack_query_block(out, rows, &p->out, p->value_dim, 1);
-    sum_deltas(block, out, p->value_dim, scratch);
-    clear_block(block->d_q, rows->count, p->dim);
+    bool hides_some = p->limit_left || p->limit_right || p->mask.data != NULL || p->padding.data != NULL ||
+                      p->key_start != NULL || p->key_lengths != NULL;
+    block->has_sole_keys = false;
+    int64_t first = 0, end;
+    if (hides_some) rapt_real_keys(p, rows->n, &first, &end);
+    for (int64_t r = 0; r < rows->count && (hides_some || p->keys + p->extra_keys == 1); r++) {
+        block->sole_key[r] = rapt_sole_key(p, rows->n, row_head(rows, r), row_query(rows, r), first);
+        block->has_sole_keys |= block->sole_key[r] >= 0;
+    }
+}
+
+/* A log-sum-exp that is larger than this, by masks or by wild scores, is too coarse to compute weights from. */
+#define LSE_LIMIT ((real)65536)
+
+static void load_lse(attn_row_block *block) {
+    const attn_rows *rows = &block->rows;
+    const rapt_view *view = &rows->problem->lse;
     block->has_odd_lse = false;
     for (int64_t r = 0; r < rows->count; r++) {
         int64_t at =
-            rows->n * lses->stride[0] + row_head(rows, r) * lses->stride[1] + row_query(rows, r) * lses->stride[2];
-        real lse = ((const real *)(const void *)lses->data)[at], power = (real)((double)lse * 0x1.71547652b82fep+0);
+            rows->n * view->stride[0] + row_head(rows, r) * view->stride[1] + row_query(rows, r) * view->stride[2];
+        real lse = ((const real *)(const void *)view->data)[at], power = (real)((double)lse * 0x1.71547652b82fep+0);
         bool sees_nothing = lse == (real)-INFINITY;
         block->is_odd[r] = !sees_nothing && !(power < LSE_LIMIT && power > -LSE_LIMIT);
         block->has_odd_lse |= block->is_odd[r];
@@ -134,6 +141,50 @@ static void backward_rows(const attn_gradients *gradients, attn_row_block *block
         ((real *)block->lse)[r] = power;
         ((real *)block->factor)[r] = block->is_odd[r] ? 0 : 1;
     }
+}
+
+INLINE bool row_is(bool wanted_finite, const real *block, int64_t r, int64_t dim) {
+    bool all = true;
+    for (int64_t d = 0; d < dim; d++) {
+        int64_t panel = d / PANEL * PANEL;
+        real x = block[panel * CHAIN + r * width_at(dim, panel) + d - panel];
+        all &= wanted_finite ? x - x == 0 : x == 0;
+    }
+    return all;
+}
+
+/* Rows without a gradient add nothing anywhere, though 0 * NaN would: such as padding, whose result no loss reads. */
+static __attribute__((noinline)) void leave_out_rows_without_gradient(attn_row_block *block) {
+    const attn_problem *p = block->rows.problem;
+    real *q = block->q, *d_out = block->d_out;
+    block->is_finite = true;
+    for (int64_t r = 0; r < block->rows.count; r++) {
+        if (row_is(false, d_out, r, p->value_dim)) {
+            for (int64_t d = 0; d < p->dim; d += PANEL) {
+                memset(q + d * CHAIN + r * width_at(p->dim, d), 0, (size_t)width_at(p->dim, d) * sizeof(real));
+            }
+            ((real *)block->lse)[r] = (real)INFINITY;
+            ((real *)block->delta)[r] = 0;
+            block->is_odd[r] = false;
+            ((real *)block->factor)[r] = 1;
+            if (block->has_sole_keys) block->sole_key[r] = -1;
+        }
+        block->is_finite &= row_is(true, q, r, p->dim) && row_is(true, d_out, r, p->value_dim);
+    }
+}
+
+static void backward_rows(const attn_gradients *gradients, attn_row_block *block, void *scratch) {
+    const attn_rows *rows = &block->rows;
+    const attn_problem *p = rows->problem;
+    real scale = (real)(p->scale * 0x1.71547652b82fep+0), *out = (real *)scratch + 2 * CHAIN * PANEL;
+    block->is_finite = pack_query_block(block->q, rows, &p->q, p->dim, scale);
+    block->is_finite &= pack_query_block(block->d_out, rows, &gradients->out, p->value_dim, 1);
+    bool out_is_finite = pack_query_block(out, rows, &p->out, p->value_dim, 1);
+    sum_deltas(block, out, p->value_dim, scratch);
+    clear_block(block->d_q, rows->count, p->dim);
+    load_lse(block);
+    find_sole_keys(block);
+    if (!(block->is_finite && out_is_finite) && gradients->weights.data == NULL) leave_out_rows_without_gradient(block);
 }
 
 static void backward_keys(const attn_problem *p, int64_t n, int64_t kv_head, attn_key_block *block, void *scratch) {
@@ -218,12 +269,11 @@ INLINE tile_scratch tile_scratch_of(void *scratch) {
     return (tile_scratch){weights, d_scores, bias, bias + 2 * CUT, bias + 2 * CUT + PANEL};
 }
 
-/* A lone key weighs 1 even if its score is no number, and its score has no gradient, whatever its value's is. */
+/* A lone key weighs exactly 1, whatever its score, which has no gradient. */
 static __attribute__((noinline)) void settle_sole_key(const attn_row_block *block, const attn_keys *keys, int64_t r,
                                                       row_extras extras, real *weights, real *d_scores) {
-    const attn_rows *rows = &block->rows;
-    int64_t key = rapt_sole_key(rows->problem, rows->n, row_head(rows, r), row_query(rows, r)) - keys->first_key;
-    if (key < 0 || key >= keys->keys) return;
+    int64_t key = block->sole_key[r] - keys->first_key;
+    if (block->sole_key[r] < 0 || key < 0 || key >= keys->keys) return;
     weights[r * PANEL + key] = extras.dropped != NULL ? extras.dropped[key] : 1;
     d_scores[r * PANEL + key] = (real)-0.0; /* as if masked: what its key and query are does not matter */
 }
@@ -235,7 +285,6 @@ INLINE void gradient_rows(const attn_row_block *block, const attn_key_block *key
     const attn_rows *rows = &block->rows;
     const attn_keys *keys = &key_block->keys;
     const attn_problem *p = rows->problem;
-    bool has_trouble = block->has_odd_lse || !block->is_finite || !key_block->is_finite;
     if (range.begin < range.end) {
         tile_product(first, count, p->dim, block->q, key_block->k, range.begin, range.end, tile.weights);
         tile_product(first, count, p->value_dim, block->d_out, key_block->v, range.begin, range.end, tile.d_scores);
@@ -256,7 +305,7 @@ INLINE void gradient_rows(const attn_row_block *block, const attn_key_block *key
         if (masks && range.begin < range.end) {
             mask_row(rows, keys, r, range.begin, range.end, padding, tile.bias, t);
             gradient_row(range.begin, range.end, lse, ((const real *)block->factor)[r], delta, true, extras, t, dw);
-            if (has_trouble) settle_sole_key(block, keys, r, extras, tile.weights, tile.d_scores);
+            if (block->has_sole_keys) settle_sole_key(block, keys, r, extras, tile.weights, tile.d_scores);
         } else if (extras.dropped != NULL || extras.d_weights != NULL) {
             gradient_row(range.begin, range.end, lse, 1, delta, false, extras, t, dw);
         } else {
@@ -366,16 +415,16 @@ INLINE void add_over_keys(int64_t first, int64_t rows, int64_t begin, int64_t en
 static __attribute__((noinline)) void select_sum(bool over_rows, int64_t rows, int64_t keys, const real *weights,
                                                  int64_t dim, const real *right, real *total) {
     int64_t outer = over_rows ? keys : rows, inner = over_rows ? rows : keys;
-    for (int64_t o = 0; o < outer; o++) {
-        for (int64_t d = 0; d < dim; d++) {
-            int64_t panel = d / PANEL * PANEL, width = width_at(dim, panel), at = panel * CHAIN + d - panel;
-            real sum = 0;
+    for (int64_t d = 0; d < rapt_round_up(dim, COLUMNS); d += LANES) {
+        int64_t panel = d / PANEL * PANEL, width = width_at(dim, panel), at = panel * CHAIN + d - panel;
+        for (int64_t o = 0; o < outer; o++) {
+            vec sum = v_zero();
             for (int64_t i = 0; i < inner; i++) {
                 real weight = over_rows ? weights[i * PANEL + o] : weights[o * PANEL + i];
                 if (weight == 0 && signbit(weight)) continue;
-                sum = v_first(v_fma(v_all(weight), v_all(right[at + i * width]), v_all(sum)));
+                sum = v_fma(v_all(weight), v_load(right + at + i * width), sum);
             }
-            total[at + o * width] += sum;
+            v_store(total + at + o * width, v_add(v_load(total + at + o * width), sum));
         }
     }
 }
@@ -456,16 +505,19 @@ static void backward_delta(attn_row_block *block, const attn_key_block *key_bloc
 
 /* ---- masks ---- */
 
-/* Adds dS of a tile to sums [64][64], or, if rows are summed too, to the first of its rows. */
+/* Adds dS of a tile to sums [64][64], or, if rows are summed too, their sum to the first of its rows. */
 static void backward_mask(attn_row_block *block, const attn_key_block *key_block, const attn_gradients *gradients,
                           bool sums_rows, void *sums, void *scratch) {
     tile_scratch tile = tile_scratch_of(scratch);
     bool is_plain;
     if (!tile_gradients(block, key_block, gradients, tile, &is_plain)) return;
-    for (int64_t r = 0; r < block->rows.count; r++) {
-        real *to = (real *)sums + (sums_rows ? 0 : r * PANEL);
+    int64_t step = sums_rows ? block->rows.count : 1;
+    for (int64_t r = 0; r < block->rows.count; r += step) {
         for (int64_t c = 0; c < key_block->keys.keys; c += LANES) {
-            v_store(to + c, v_add(v_load(to + c), v_load(tile.d_scores + r * PANEL + c)));
+            real *to = (real *)sums + (sums_rows ? 0 : r * PANEL) + c;
+            vec sum = v_zero();
+            for (int64_t i = r; i < r + step; i++) sum = v_add(sum, v_load(tile.d_scores + i * PANEL + c));
+            v_store(to, v_add(v_load(to), sum));
         }
     }
 }

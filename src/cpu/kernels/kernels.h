@@ -26,8 +26,9 @@ static inline int64_t rapt_round_up(int64_t x, int64_t multiple) { return (x + m
 void rapt_visible_keys(const attn_problem *problem, int64_t n, int64_t i, int64_t *low, int64_t *high);
 /* Keys [*begin, *end) of sequence n by lengths, without what the padding mask hides at both ends. */
 void rapt_real_keys(const attn_problem *problem, int64_t n, int64_t *begin, int64_t *end);
-/* The only key that a query sees (S and on: an extra key), or -1 if it sees none or several. */
-int64_t rapt_sole_key(const attn_problem *problem, int64_t n, int64_t head, int64_t i);
+/* The only key that a query sees (S and on: an extra key), or -1 if it sees none or several. All keys before `first` are
+ * hidden. */
+int64_t rapt_sole_key(const attn_problem *problem, int64_t n, int64_t head, int64_t i, int64_t first);
 
 /* Rows are queries of `heads` heads that share their keys, stacked so that the heads of one query stand together:
  * row r is query r / heads of head first_head + r % heads. */
@@ -75,6 +76,8 @@ typedef struct attn_row_block {
     bool is_finite;     /* q and d_out */
     bool has_odd_lse;   /* of some row: the forward's is no number, or huge, so that it is computed again */
     bool is_odd[CHAIN]; /* which */
+    bool has_sole_keys;
+    int64_t sole_key[CHAIN]; /* then: the only key that a row sees, or -1 */
 } attn_row_block;
 
 typedef struct attn_key_block {
