@@ -1,0 +1,14 @@
+class KVCache:
+    pass
+
+
+class MultiheadAttention:
+    pass
+
+
+def layers():
+    pass
+
+
+def load():
+    pass
