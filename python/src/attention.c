@@ -73,3 +73,17 @@ PyObject *core_attention_backward(PyObject *module, PyObject *args, PyObject *ke
     core_call_end(&call);
     return result;
 }
+
+PyObject *core_copy(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *from, *to, *result = NULL;
+    rapt_context *context = core_context();
+    if (context == NULL || !PyArg_ParseTuple(args, "OO", &from, &to)) return NULL;
+    core_call call;
+    core_call_begin(&call);
+    const rapt_tensor *source = core_take(&call, from, "source", false);
+    const rapt_tensor *target = source != NULL ? core_take(&call, to, "target", true) : NULL;
+    if (target != NULL) result = core_done(context, rapt_tensor_copy(context, source, target));
+    core_call_end(&call);
+    return result;
+}

@@ -247,6 +247,12 @@ PyObject *core_sdpa(PyObject *module, PyObject *args) {
     PyObject *out = NULL, *lse = NULL;
     int grouped = PyObject_IsTrue(PyTuple_GetItem(args, GQA)), with_lse = PyObject_IsTrue(PyTuple_GetItem(args, LSE));
     if (grouped < 0 || with_lse < 0) return NULL;
+    if (!core_is_numpy(query)) {
+        PyObject *arrays = PyTuple_GetSlice(args, QUERY, MASK + 1);
+        int refused = arrays != NULL ? core_refuse_gradients(arrays) : -1;
+        Py_XDECREF(arrays);
+        if (refused < 0) return NULL;
+    }
     problem p = {0};
     core_call call;
     core_call_begin(&call);
