@@ -43,11 +43,9 @@ def is_jax(array: Any) -> bool:
 
 def refuse_gradients(*arrays: Any) -> None:
     """Fails if PyTorch would record what is computed with these: the gradient would be lost in silence."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.is_grad_enabled():
-        return
-    if any(isinstance(array, torch.Tensor) and array.requires_grad for array in arrays):
-        raise TypeError("a tensor requires a gradient, which is lost here: use rapt.torch, or pass tensor.detach()")
+    for array in arrays:
+        if getattr(array, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
+            raise TypeError("a tensor requires a gradient, which is lost here: use rapt.torch, or pass tensor.detach()")
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
@@ -60,9 +58,10 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
 def empty_like(prototype: Any, shape: tuple[int, ...], dtype: str | None) -> Any:
     """A new array that Rapt can write to, for `finish` to make one of the prototype's kind. dtype None: its own."""
     if is_torch(prototype):
+        if dtype is None:
+            return prototype.new_empty(shape)
         torch = sys.modules["torch"]
-        wanted = prototype.dtype if dtype is None else {"f32": torch.float32, "f64": torch.float64}[dtype]
-        return prototype.new_empty(shape, dtype=wanted)
+        return prototype.new_empty(shape, dtype={"f32": torch.float32, "f64": torch.float64}[dtype])
     if is_jax(prototype):
         return _aligned(shape, np.dtype(prototype.dtype if dtype is None else numpy_dtype(dtype)))
     own = getattr(prototype, "dtype", None)

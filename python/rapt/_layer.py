@@ -142,7 +142,7 @@ class MultiheadAttention:
         elif causal_offset is not None and np.ndim(causal_offset):
             options["offsets"] = causal_offset
         elif causal_offset:
-            options["offset"] = int(causal_offset)
+            options["offset"] = causal_offset
         elif (
             causal_offset is not None and is_causal
         ):  # at the first key: not the default, so that nobody gets it unasked

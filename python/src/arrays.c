@@ -290,7 +290,7 @@ PyObject *core_empty_like(PyObject *prototype, int32_t ndim, const int64_t *shap
         Py_XDECREF(type);
     } else {
         PyObject *function = helper("empty_like");
-        PyObject *type = dtype != 0 ? PyUnicode_FromString(rapt_dtype_name(dtype)) : (Py_INCREF(Py_None), Py_None);
+        PyObject *type = dtype != 0 ? PyUnicode_FromString(rapt_dtype_name(dtype)) : core_none();
         if (function != NULL && type != NULL)
             result = PyObject_CallFunctionObjArgs(function, prototype, sizes, type, NULL);
         Py_XDECREF(function);

@@ -29,6 +29,12 @@
 /* A function of the module that takes keywords, as the method table wants it. */
 #define CORE_METHOD(function) ((PyCFunction)(void (*)(void))(function))
 
+/* None, with a reference. */
+static inline PyObject *core_none(void) {
+    Py_INCREF(Py_None);
+    return Py_None;
+}
+
 /* ---- one call ----
  * Everything that a call borrows: views of arrays, and what keeps their memory there until the call has ended. */
 enum { CORE_MAX_TENSORS = 40, CORE_MAX_KEPT = 96 };

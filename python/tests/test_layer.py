@@ -243,3 +243,26 @@ def test_errors_of_the_layer() -> None:
         layer(x, x, x, need_weights=False, append_lengths=[1, 2])
     with pytest.raises(TypeError, match="cache is"):
         layer(x, x, x, need_weights=False, cache=layer)
+
+
+def test_functional_of_the_binding() -> None:
+    from rapt import _core
+
+    layer = rapt.MultiheadAttention(8, 2, batch_first=True, dtype="float64", num_kv_heads=1)
+    x, d_out = rows(2, 5, 8, dtype=np.float64), rows(2, 5, 8, dtype=np.float64, seed=1)
+    weights = {name.replace(".", "_"): array for name, array in layer.state_dict().items()}
+    weights.update(num_heads=2, num_kv_heads=1, batch_first=True)
+    out, state, core_state = np.empty_like(x), rapt.State(), _core.State()
+    assert core_state.saved() is None
+    _core.functional(weights, x, x, x, out, causal=True, state=core_state)
+    assert (out == layer(x, x, x, is_causal=True, state=state)[0]).all()
+    saved = core_state.saved()
+    assert np.asarray(saved["query"]).shape == (2, 2, 5, 4) and np.asarray(saved["lse"]).shape == (2, 2, 5)
+    d_x, d_w = np.empty_like(x), np.empty_like(weights["in_proj_weight"])
+    wanted = {"query": d_x, "key": d_x, "value": d_x, "in_proj_weight": d_w}
+    _core.functional_backward(weights, core_state, d_out, None, wanted)
+    expected = layer.backward(state, d_out)
+    assert np.allclose(d_x, expected["query"], atol=1e-14)
+    assert np.allclose(d_w, expected["in_proj_weight"], atol=1e-14)
+    with pytest.raises(ValueError, match="num_heads"):
+        _core.functional({**weights, "num_heads": 3}, x, x, x, out)
