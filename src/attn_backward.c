@@ -126,14 +126,6 @@ static rapt_status take_gradients(rapt_context *context, const rapt_options *opt
     return status;
 }
 
-static void set_to_zero(const rapt_tensor *tensor) {
-    static const double zero = 0; /* of every dtype */
-    rapt_tensor zeros = *tensor;
-    zeros.data = (void *)(uintptr_t)&zero;
-    for (int32_t d = 0; d < zeros.ndim; d++) zeros.stride[d] = 0;
-    rapt_copy_elements(&zeros, tensor);
-}
-
 static rapt_status backward(rapt_context *context, const rapt_tensor *query, const rapt_tensor *key,
                             const rapt_tensor *value, const rapt_options *options, const rapt_tensor *out,
                             const rapt_tensor *d_out, const rapt_tensor *d_weights,
@@ -171,7 +163,7 @@ static rapt_status backward(rapt_context *context, const rapt_tensor *query, con
 
     if (p.batch == 0 || p.queries == 0 || p.keys == 0) { /* nobody attends to anything */
         for (int r = 0; r < RESULTS && !g.accumulate; r++) {
-            if (results[r].tensor != NULL) set_to_zero(results[r].tensor);
+            if (results[r].tensor != NULL) rapt_set_to_zero(results[r].tensor);
         }
         return RAPT_OK;
     }

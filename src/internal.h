@@ -133,6 +133,7 @@ double rapt_load(const void *data, rapt_dtype dtype, int64_t index);
 void rapt_store(void *data, rapt_dtype dtype, int64_t index, double value);
 /* Copies between checked views of equal shape, converting where dtypes differ. `from` may be unaligned. */
 void rapt_copy_elements(const rapt_tensor *from, const rapt_tensor *to);
+void rapt_set_to_zero(const rapt_tensor *tensor); /* data NULL is fine */
 
 /* ---- arithmetic of our own, the same bits everywhere: scalar_math.c, philox.c ---- */
 

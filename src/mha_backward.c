@@ -43,14 +43,6 @@ typedef struct backward_plan {
 
 /* ---- zeros ---- */
 
-static void set_to_zero(const rapt_tensor *tensor) {
-    static const double zero = 0; /* of every dtype */
-    rapt_tensor zeros = *tensor;
-    zeros.data = (void *)(uintptr_t)&zero;
-    for (int32_t d = 0; d < zeros.ndim; d++) zeros.stride[d] = 0;
-    if (tensor->data != NULL) rapt_copy_elements(&zeros, tensor);
-}
-
 static const mha_projection *projection_of(const mha_parts *parts, int i) {
     return i == QUERY ? &parts->q : i == KEY ? &parts->k : &parts->v;
 }
@@ -59,20 +51,20 @@ static const mha_projection *projection_of(const mha_parts *parts, int i) {
 static void clear_projection(const mha_backward *b, int i) {
     const mha_projection *parameters = projection_of(&b->parameters, i);
     if (b->accumulate) return;
-    set_to_zero(&b->inputs[i]);
-    set_to_zero(&parameters->weight);
-    set_to_zero(&parameters->bias);
+    rapt_set_to_zero(&b->inputs[i]);
+    rapt_set_to_zero(&parameters->weight);
+    rapt_set_to_zero(&parameters->bias);
 }
 
 static void clear_view(const mha_backward *b, const rapt_view *view, const int64_t shape[4]) {
     rapt_tensor tensor = rapt_tensor_strided(view->data, b->state->problem.dtype, 4, shape, view->stride);
-    set_to_zero(&tensor);
+    rapt_set_to_zero(&tensor);
 }
 
 static void clear_mask(const mask_gradient *mask, int64_t keys) {
     int64_t shape[4] = {mask->size[0], mask->size[1], mask->size[2], keys};
     rapt_tensor tensor = rapt_tensor_strided(mask->data, mask->dtype, 4, shape, mask->stride);
-    set_to_zero(&tensor);
+    rapt_set_to_zero(&tensor);
 }
 
 /* No query, no gradient: all of them are zero. */
@@ -81,10 +73,10 @@ static void clear_all(const mha_backward *b) {
     int64_t keys[4] = {p->batch, p->kv_heads, p->keys, p->dim};
     for (int i = 0; i < 3; i++) clear_projection(b, i);
     if (b->accumulate) return;
-    set_to_zero(&b->parameters.out.weight);
-    set_to_zero(&b->parameters.out.bias);
-    set_to_zero(&b->parameters.bias_k);
-    set_to_zero(&b->parameters.bias_v);
+    rapt_set_to_zero(&b->parameters.out.weight);
+    rapt_set_to_zero(&b->parameters.out.bias);
+    rapt_set_to_zero(&b->parameters.bias_k);
+    rapt_set_to_zero(&b->parameters.bias_v);
     clear_view(b, &b->attention.k, keys);
     clear_view(b, &b->attention.v, keys);
     clear_mask(&b->attention.mask, p->keys);
@@ -417,8 +409,8 @@ static void run_linear(const mha_backward *b, const linear_gradients *linear, vo
     if (has_rows(linear)) {
         b->context->backend->linear_backward(b->context, linear, stage);
     } else if (!linear->adds_parameters) { /* sums over no rows */
-        set_to_zero(&linear->d_weight);
-        set_to_zero(&linear->d_bias);
+        rapt_set_to_zero(&linear->d_weight);
+        rapt_set_to_zero(&linear->d_bias);
     }
 }
 

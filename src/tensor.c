@@ -384,6 +384,14 @@ void rapt_copy_elements(const rapt_tensor *from_any, const rapt_tensor *to_any) 
     }
 }
 
+void rapt_set_to_zero(const rapt_tensor *tensor) {
+    static const double zero = 0; /* of every dtype */
+    rapt_tensor zeros = *tensor;
+    zeros.data = (void *)(uintptr_t)&zero;
+    for (int32_t d = 0; d < zeros.ndim; d++) zeros.stride[d] = 0;
+    if (tensor->data != NULL) rapt_copy_elements(&zeros, tensor);
+}
+
 static rapt_status copy(rapt_context *context, const rapt_tensor *from, const rapt_tensor *to) {
     rapt_status status = rapt_check_tensor(context, "from", from);
     if (status == RAPT_OK) status = rapt_check_output(context, "to", to);
