@@ -22,6 +22,13 @@ run: ## build the tool, run a layer that PyTorch trained, compare, and draw its 
 	@cmake --build $(BUILD) --target rapt_tool
 	@scripts/run.sh $(BUILD)/rapt
 
+train: ## build the example that learns to reverse text and run it; ARGS= for its options
+	@scripts/bootstrap.sh build
+	@mkdir -p build
+	@$(CONFIGURE) -DRAPT_BUILD_TESTS=OFF $(QUIETLY)
+	@cmake --build $(BUILD) --target reverse
+	@$(BUILD)/reverse --save build/reverse.safetensors $(ARGS)
+
 test: ## build everything and run all tests
 	@scripts/bootstrap.sh test
 	@mkdir -p build
@@ -66,4 +73,4 @@ lint: ## clang-tidy and cppcheck
 clean: ## remove what was built
 	@rm -rf build
 
-.PHONY: help run test bench bench-peers install format format-check lint clean
+.PHONY: help run train test bench bench-peers install format format-check lint clean

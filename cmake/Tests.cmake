@@ -84,6 +84,14 @@ endforeach()
 if(TARGET sentence)
   add_test(NAME example_sentence COMMAND sentence WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
 endif()
+if(TARGET reverse AND CMAKE_CROSSCOMPILING) # emulated, a few steps must do: with the loss that other machines have
+  add_test(NAME example_reverse COMMAND reverse --steps 20 --save ${PROJECT_BINARY_DIR}/reverse.safetensors)
+  set_tests_properties(example_reverse PROPERTIES PASS_REGULAR_EXPRESSION "test +loss 3[.]3215.*decoded from" TIMEOUT 600)
+elseif(TARGET reverse) # long enough to learn it: the loss falls from 3.3, and what is decoded from the checkpoint is right
+  add_test(NAME example_reverse
+    COMMAND reverse --steps 250 --expect-loss 0.01 --save ${PROJECT_BINARY_DIR}/reverse.safetensors)
+  set_tests_properties(example_reverse PROPERTIES TIMEOUT 600)
+endif()
 
 # The rest looks at what a user gets, which is neither instrumented nor for another architecture.
 if(RAPT_SANITIZE OR CMAKE_CROSSCOMPILING)

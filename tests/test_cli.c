@@ -127,13 +127,13 @@ static void test_bench(void **state) {
 #ifdef RAPT_TEST_EMULATED
     skip();
 #endif
-    succeeds("bench --filter S1 --seconds 0 --threads 1 --json");
-    assert_has(out_text, "\"name\": \"S1\", \"threads\": 1");
-    assert_int_equal(on_terminal("", "bench --filter S1 --seconds 0 --threads 1", ""), 0);
-    assert_has(err_text, "timing S1, 1 of 1, threads: 1\r\033[K");
+    succeeds("bench --filter W1 --seconds 0 --threads 1 --json");
+    assert_has(out_text, "\"name\": \"W1\", \"threads\": 1");
+    assert_int_equal(on_terminal("", "bench --filter W1 --seconds 0 --threads 1", ""), 0);
+    assert_has(err_text, "timing W1, 1 of 1, threads: 1\r\033[K");
     const char *missing = rapt_isa_available(RAPT_ISA_NEON) ? "avx2" : "neon";
     char line[64];
-    snprintf(line, sizeof line, "bench --filter S1 --isa %s", missing);
+    snprintf(line, sizeof line, "bench --filter W1 --isa %s", missing);
     fails(1, line, missing);
 }
 

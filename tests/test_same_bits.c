@@ -3,7 +3,7 @@
  * Threads, tiles, batch neighbours, padding, chunks and ISAs may change nothing. What the outputs are is frozen too:
  * checksums.txt holds their checksums for this numerics version, the same on every ISA with fused multiply-add.
  */
-#include "attention_case.h"
+#include "backward_case.h"
 #include "internal.h"
 
 #if defined(__x86_64__)
@@ -424,6 +424,33 @@ static uint64_t checksum_of_result(const attention_result *result) {
     return checksum(checksum(checksum(0, &result->out), &result->lse), &result->weights);
 }
 
+/* Every gradient of a layer's parameters and of its input. */
+static uint64_t checksum_of_training(rapt_context *context, const layer_setup *setup) {
+    rapt_mha_state *state;
+    rapt_mha_gradients *gradients;
+    rapt_tensor dx = make_tensor(setup->x.dtype, 3, setup->x.shape), y = make_tensor(setup->x.dtype, 3, setup->x.shape);
+    assert_ok(context, rapt_mha_state_create(context, &state));
+    assert_ok(context, rapt_mha_gradients_create(context, setup->layer, &gradients));
+    rapt_options options = {.state = state};
+    assert_ok(context, rapt_mha_forward(context, setup->layer, &setup->x, &setup->x, &setup->x, &options, &y));
+    gradients->query = gradients->key = gradients->value = &dx;
+    assert_ok(context, rapt_mha_backward(context, setup->layer, state, &setup->y, NULL, gradients));
+    const rapt_tensor *written[] = {&dx,
+                                    gradients->in_proj_weight,
+                                    gradients->in_proj_bias,
+                                    gradients->bias_k,
+                                    gradients->bias_v,
+                                    gradients->out_proj_weight,
+                                    gradients->out_proj_bias};
+    uint64_t sum = 0;
+    for (int i = 0; i < 7; i++) sum = written[i] != NULL ? checksum(sum, written[i]) : sum;
+    free_tensor(&dx);
+    free_tensor(&y);
+    rapt_mha_gradients_destroy(gradients);
+    rapt_mha_state_destroy(state);
+    return sum;
+}
+
 /* Prints "name checksum" lines: what tests/checksums.txt holds. */
 static size_t write_checksums(char *text, size_t size) {
     size_t used = 0;
@@ -445,7 +472,22 @@ static size_t write_checksums(char *text, size_t size) {
             layer_setup setup = make_layer(context, dtypes[t], extra != 0);
             used += (size_t)snprintf(text + used, size - used, "layer %s %d %016llx\n", dtype, extra,
                                      (unsigned long long)checksum(0, &setup.y));
+            used += (size_t)snprintf(text + used, size - used, "training %s %d %016llx\n", dtype, extra,
+                                     (unsigned long long)checksum_of_training(context, &setup));
             free_layer(&setup);
+        }
+        for (int i = 0; i < 40; i++) {
+            test_random random = {(uint64_t)i + 654321};
+            backward_case c = make_backward_case(&random, dtypes[t], i % 8 == 0 ? 2000000 : 100000);
+            backward_result result = run_backward_case(context, &c);
+            uint64_t sum = 0;
+            for (int g = 0; g < GRADIENTS; g++) {
+                if (result.gradient[g].data != NULL) sum = checksum(sum, &result.gradient[g]);
+            }
+            used += (size_t)snprintf(text + used, size - used, "backward %s %d %016llx\n", dtype, i,
+                                     (unsigned long long)sum);
+            free_backward_result(&result);
+            free_backward_case(&c);
         }
     }
     rapt_context_destroy(context);

@@ -34,12 +34,15 @@ INLINE int64_t width_at(int64_t dim, int64_t d) {
 /* One row of `dim` elements into row r of a block, times a factor. */
 INLINE void pack_block_row(real *block, int64_t r, const void *data, rapt_dtype dtype, int64_t offset, int64_t stride,
                            int64_t dim, real factor) {
+    bool is_dense = dtype == REAL_DTYPE && stride == 1;
     for (int64_t d = 0; d < dim; d += PANEL) {
-        int64_t width = width_at(dim, d), count = dim - d < PANEL ? dim - d : PANEL;
+        int64_t width = width_at(dim, d), count = dim - d < PANEL ? dim - d : PANEL, i = 0;
         real *to = block + d * CHAIN + r * width;
-        load_row(to, data, dtype, offset + d * stride, stride, count);
-        for (int64_t i = 0; i < count && factor != 1; i++) to[i] *= factor;
-        for (int64_t i = count; i < width; i++) to[i] = 0;
+        const real *from = is_dense ? (const real *)data + offset + d : to;
+        if (!is_dense) load_row(to, data, dtype, offset + d * stride, stride, count);
+        for (; i + LANES <= count; i += LANES) v_store(to + i, v_mul(v_load(from + i), v_all(factor)));
+        for (; i < count; i++) to[i] = from[i] * factor;
+        for (; i < width; i++) to[i] = 0;
     }
 }
 

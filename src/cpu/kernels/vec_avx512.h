@@ -24,7 +24,10 @@ INLINE vec v_sub(vec a, vec b) { return _mm512_sub_ps(a, b); }
 INLINE vec v_mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
 INLINE vec v_div(vec a, vec b) { return _mm512_div_ps(a, b); }
 INLINE vec v_fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wsign-conversion" /* in gcc's macro of it, without optimisation */
 INLINE vec v_round(vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+#pragma GCC diagnostic pop
 INLINE vec v_max_or_second(vec a, vec b) { return _mm512_max_ps(a, b); }
 INLINE vec v_min_or_second(vec a, vec b) { return _mm512_min_ps(a, b); }
 INLINE vec v_times_pow2(vec x, vec k) {
@@ -74,7 +77,10 @@ INLINE vec v_sub(vec a, vec b) { return _mm512_sub_pd(a, b); }
 INLINE vec v_mul(vec a, vec b) { return _mm512_mul_pd(a, b); }
 INLINE vec v_div(vec a, vec b) { return _mm512_div_pd(a, b); }
 INLINE vec v_fma(vec a, vec b, vec c) { return _mm512_fmadd_pd(a, b, c); }
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wsign-conversion" /* as above */
 INLINE vec v_round(vec x) { return _mm512_roundscale_pd(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+#pragma GCC diagnostic pop
 INLINE vec v_max_or_second(vec a, vec b) { return _mm512_max_pd(a, b); }
 INLINE vec v_min_or_second(vec a, vec b) { return _mm512_min_pd(a, b); }
 INLINE vec v_times_pow2(vec x, vec k) {
