@@ -59,6 +59,14 @@ def in_eager_mode() -> bool:
     return _num_modes() == 0 and _level() is None and _tracing() is None
 
 
+def lowered(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The tensors as autocast, if it is on, has them for attention."""
+    if not _is_autocast("cpu"):
+        return tensors
+    lower = torch.get_autocast_dtype("cpu")
+    return tuple(t if t is None or t.dtype in (torch.float64, torch.bool) else t.to(lower) for t in tensors)
+
+
 def draw_seed() -> Tensor:
     """A seed for dropout, from PyTorch's default generator."""
     return torch.randint(2**63 - 1, ())
@@ -264,11 +272,7 @@ def scaled_dot_product_attention(
             enable_gqa=enable_gqa,
         )  # fmt: skip
     if _is_autocast("cpu"):
-        lower = torch.get_autocast_dtype("cpu")
-        query, key, value, attn_mask = (
-            t if t is None or t.dtype in (torch.float64, torch.bool) else t.to(lower)
-            for t in (query, key, value, attn_mask)
-        )
+        query, key, value, attn_mask = lowered(query, key, value, attn_mask)
     if attn_mask is not None and is_causal:
         raise RuntimeError("rapt: attn_mask and is_causal exclude each other, as in PyTorch")
 
