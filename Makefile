@@ -3,6 +3,9 @@ PREFIX ?= /usr/local
 CMAKE_FLAGS ?=
 # A virtual environment of Python with what bench/peers/requirements.txt lists.
 PEERS_VENV ?= build/peers
+# Where the Python package is installed for its tests; what pip is given beside that.
+PYTHON_VENV ?= build/python
+PIP_FLAGS ?=
 
 # Where scripts/bootstrap.sh puts cmake and ninja when the system has none.
 export PATH := $(CURDIR)/.tools/bin:$(PATH)
@@ -10,7 +13,7 @@ export PATH := $(CURDIR)/.tools/bin:$(PATH)
 BUILD := build/release
 CONFIGURE = cmake --preset release $(CMAKE_FLAGS)
 QUIETLY = >build/configure.log 2>&1 || { cat build/configure.log; exit 1; }
-SOURCES = $(shell find $(wildcard include src tests bench examples tools) -name "*.[ch]" -o -name "*.cpp")
+SOURCES = $(shell find $(wildcard include src python tests bench examples tools) -name "*.[ch]" -o -name "*.cpp")
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -52,6 +55,19 @@ bench-peers: ## time the benchmark's shapes in other libraries beside Rapt; ARGS
 		$(PEERS_VENV)/bin/pip install -r bench/peers/requirements.txt; } || { rm -rf $(PEERS_VENV); exit 1; }
 	@RAPT_COMMIT=$$(git describe --always --dirty 2>/dev/null) $(PEERS_VENV)/bin/python bench/peers/peers.py --bench $(BUILD)/rapt_bench $(ARGS)
 
+python-test: ## install the Python package into a virtual environment and run its tests
+	@scripts/bootstrap.sh python
+	@test -x $(PYTHON_VENV)/bin/python || python3 -m venv $(PYTHON_VENV) || { rm -rf $(PYTHON_VENV); exit 1; }
+	@$(PYTHON_VENV)/bin/python -m pip --disable-pip-version-check install --quiet $(PIP_FLAGS) ".[test]"
+	@$(PYTHON_VENV)/bin/python -m pytest --quiet
+
+python-lint: ## ruff and mypy over the Python package, from the same virtual environment
+	@scripts/bootstrap.sh python
+	@test -x $(PYTHON_VENV)/bin/python || python3 -m venv $(PYTHON_VENV) || { rm -rf $(PYTHON_VENV); exit 1; }
+	@$(PYTHON_VENV)/bin/python -m pip --disable-pip-version-check install --quiet numpy ruff==0.17.4 mypy==2.4.1
+	@$(PYTHON_VENV)/bin/ruff check --quiet python && $(PYTHON_VENV)/bin/ruff format --check --quiet python
+	@MYPYPATH=python $(PYTHON_VENV)/bin/mypy --cache-dir build/mypy -p rapt
+
 install: ## install into PREFIX (/usr/local), below DESTDIR if that is set
 	@scripts/bootstrap.sh build
 	@mkdir -p build
@@ -68,9 +84,10 @@ format-check: ## fail if `make format` would change a file
 
 lint: ## clang-tidy and cppcheck
 	@scripts/bootstrap.sh test
+	@scripts/bootstrap.sh python
 	@scripts/lint.sh
 
 clean: ## remove what was built
 	@rm -rf build
 
-.PHONY: help run train test bench bench-peers install format format-check lint clean
+.PHONY: help run train test bench bench-peers python-test python-lint install format format-check lint clean

@@ -1,5 +1,8 @@
 # The Python package: the binding rapt._core in the stable ABI, and beside it the library and the tool, as `pip install .`
 # puts them into a wheel. The component "python" is all that goes there.
+if(RAPT_INSTALL OR NOT TARGET rapt OR NOT TARGET rapt_tool)
+  message(FATAL_ERROR "RAPT_BUILD_PYTHON needs RAPT_BUILD_SHARED and RAPT_BUILD_TOOL, and RAPT_INSTALL=OFF")
+endif()
 find_package(Python 3.9 REQUIRED COMPONENTS Interpreter Development.Module)
 
 set(rapt_origin "$<IF:$<PLATFORM_ID:Darwin>,@loader_path,$ORIGIN>")

@@ -1,12 +1,13 @@
 #!/bin/sh
 # Installs what building (or testing) needs and this machine lacks, and nothing else; silent when all is there.
-# usage: bootstrap.sh build|test
+# usage: bootstrap.sh build|test|python
 # shellcheck disable=SC2086 # lists of words are split on purpose
 set -eu
 cd "$(dirname "$0")/.."
 PATH=$PWD/.tools/bin:$PATH
 case ${1:-build} in
 test) tools="cc cmake ninja c++ pkg-config cmocka dlpack" ;;
+python) tools="cc cmake ninja python3 venv python-headers" ;;
 *) tools="cc cmake ninja" ;;
 esac
 
@@ -20,6 +21,7 @@ compiles() { # source, flags: a library is there if a program with it compiles a
 has_cmake() { # 3.20 or newer, for CMakePresets.json
     has cmake && cmake --version | awk 'NR == 1 { split($3, v, "."); exit !(v[1] > 3 || (v[1] == 3 && v[2] >= 20)) }'
 }
+headers='import os, sysconfig; open(os.path.join(sysconfig.get_path("include"), "Python.h"))'
 missing() { # prints those of the given tools that are not there
     for tool in "$@"; do
         case $tool in
@@ -28,6 +30,8 @@ missing() { # prints those of the given tools that are not there
         cmake) has_cmake ;;
         cmocka) compiles "" -lcmocka ;;
         dlpack) compiles "#include <dlpack/dlpack.h>" "" ;;
+        venv) python3 -c "import venv, ensurepip" >/dev/null 2>&1 ;;
+        python-headers) python3 -c "$headers" >/dev/null 2>&1 ;;
         *) has "$tool" ;;
         esac || echo "$tool"
     done
@@ -40,14 +44,17 @@ package() { # manager, tool
     awk -v manager="$1" -v tool="$2" '
         NR == 1 { for (i = 1; i <= NF; i++) if ($i == manager) column = i }
         $1 == tool && $column != "-" { gsub(",", " ", $column); print $column }' <<'EOF'
-tool        apt-get        dnf                 apk           pacman   brew
-cc          gcc,libc6-dev  gcc                 gcc,musl-dev  gcc      -
-c++         g++            gcc-c++             g++           gcc      -
-cmake       cmake          cmake               cmake         cmake    cmake
-ninja       ninja-build    ninja-build         ninja         ninja    ninja
-pkg-config  pkg-config     pkgconf-pkg-config  pkgconf       pkgconf  pkgconf
-cmocka      libcmocka-dev  libcmocka-devel     cmocka-dev    cmocka   cmocka
-dlpack      libdlpack-dev  -                   -             -        -
+tool            apt-get        dnf                 apk           pacman   brew
+cc              gcc,libc6-dev  gcc                 gcc,musl-dev  gcc      -
+c++             g++            gcc-c++             g++           gcc      -
+cmake           cmake          cmake               cmake         cmake    cmake
+ninja           ninja-build    ninja-build         ninja         ninja    ninja
+pkg-config      pkg-config     pkgconf-pkg-config  pkgconf       pkgconf  pkgconf
+cmocka          libcmocka-dev  libcmocka-devel     cmocka-dev    cmocka   cmocka
+dlpack          libdlpack-dev  -                   -             -        -
+python3         python3        python3             python3       python   python
+venv            python3-venv   python3             python3       python   python
+python-headers  python3-dev    python3-devel       python3-dev   python   python
 EOF
 }
 

@@ -9,13 +9,15 @@ Python thread computes for itself while the interpreter's lock is released; one 
 """
 
 from rapt._attention import scaled_dot_product_attention
+from rapt._cache import KVCache
 from rapt._core import get_num_threads, manual_seed, set_num_threads
 from rapt._core import version as __version__
-from rapt._layer import KVCache, MultiheadAttention, layers, load
+from rapt._layer import MultiheadAttention, State, layers, load
 
 __all__ = [
     "KVCache",
     "MultiheadAttention",
+    "State",
     "__version__",
     "get_num_threads",
     "layers",

@@ -41,6 +41,13 @@ def is_jax(array: Any) -> bool:
     return jax is not None and isinstance(array, jax.Array)
 
 
+def refuse_gradients(*arrays: Any) -> None:
+    """Fails if PyTorch would record what is computed with these: the gradient would be lost in silence."""
+    for array in arrays:
+        if getattr(array, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
+            raise TypeError("a tensor requires a gradient, which is lost here: use rapt.torch, or pass tensor.detach()")
+
+
 def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
     count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     raw = np.empty(count + _ALIGNMENT, np.uint8)
@@ -49,13 +56,12 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def empty_like(prototype: Any, shape: tuple[int, ...], dtype: str | None) -> Any:
-    """A new array that Rapt can write to and `finish` makes one of the prototype's kind. dtype None: the prototype's."""
+    """A new array that Rapt can write to, for `finish` to make one of the prototype's kind. dtype None: its own."""
     if is_torch(prototype):
+        if dtype is None:
+            return prototype.new_empty(shape)
         torch = sys.modules["torch"]
-        if prototype.requires_grad and torch.is_grad_enabled():
-            raise TypeError("query requires a gradient, which is lost here: use rapt.torch, or query.detach()")
-        wanted = prototype.dtype if dtype is None else {"f32": torch.float32, "f64": torch.float64}[dtype]
-        return prototype.new_empty(shape, dtype=wanted)
+        return prototype.new_empty(shape, dtype={"f32": torch.float32, "f64": torch.float64}[dtype])
     if is_jax(prototype):
         return _aligned(shape, np.dtype(prototype.dtype if dtype is None else numpy_dtype(dtype)))
     own = getattr(prototype, "dtype", None)
@@ -64,7 +70,7 @@ def empty_like(prototype: Any, shape: tuple[int, ...], dtype: str | None) -> Any
 
 def finish(prototype: Any, result: Any) -> Any:
     """The array that `empty_like` made as one of the prototype's kind."""
-    if is_jax(prototype):
+    if result is not None and is_jax(prototype):
         jax = sys.modules["jax"]
         if result.dtype.kind == "V":  # ml_dtypes': not in NumPy's DLPack
             return jax.numpy.asarray(result)

@@ -271,6 +271,8 @@ static PyObject *helper(const char *name) {
     return PyObject_GetAttrString(helpers, name);
 }
 
+bool core_is_numpy(PyObject *array) { return (PyObject *)Py_TYPE(array) == numpy_array_type; }
+
 PyObject *core_empty_like(PyObject *prototype, int32_t ndim, const int64_t *shape, rapt_dtype dtype) {
     PyObject *sizes = PyTuple_New(ndim), *result = NULL;
     for (int32_t d = 0; sizes != NULL && d < ndim; d++) {
@@ -278,7 +280,7 @@ PyObject *core_empty_like(PyObject *prototype, int32_t ndim, const int64_t *shap
         if (size == NULL || PyTuple_SetItem(sizes, d, size) < 0) Py_CLEAR(sizes);
     }
     if (sizes == NULL) return NULL;
-    if ((PyObject *)Py_TYPE(prototype) == numpy_array_type) {
+    if (core_is_numpy(prototype)) {
         PyObject *type = dtype != 0 ? numpy_dtypes[dtype] : NULL;
         if (type == NULL)
             type = PyObject_GetAttr(prototype, name_dtype);
@@ -288,7 +290,7 @@ PyObject *core_empty_like(PyObject *prototype, int32_t ndim, const int64_t *shap
         Py_XDECREF(type);
     } else {
         PyObject *function = helper("empty_like");
-        PyObject *type = dtype != 0 ? PyUnicode_FromString(rapt_dtype_name(dtype)) : (Py_INCREF(Py_None), Py_None);
+        PyObject *type = dtype != 0 ? PyUnicode_FromString(rapt_dtype_name(dtype)) : core_none();
         if (function != NULL && type != NULL)
             result = PyObject_CallFunctionObjArgs(function, prototype, sizes, type, NULL);
         Py_XDECREF(function);
@@ -296,6 +298,14 @@ PyObject *core_empty_like(PyObject *prototype, int32_t ndim, const int64_t *shap
     }
     Py_DECREF(sizes);
     return result;
+}
+
+int core_refuse_gradients(PyObject *arrays) {
+    PyObject *function = helper("refuse_gradients");
+    PyObject *none = function != NULL ? PyObject_CallObject(function, arrays) : NULL;
+    Py_XDECREF(function);
+    Py_XDECREF(none);
+    return none != NULL ? 0 : -1;
 }
 
 PyObject *core_finish(PyObject *prototype, PyObject *result) {

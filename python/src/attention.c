@@ -34,9 +34,10 @@ PyObject *core_attention(PyObject *module, PyObject *args, PyObject *keywords) {
     PyObject *result = NULL;
     if (take_positional(&call, args, 4, names, 3, t) == 0 && core_fill_options(&call, keywords, &options) == 0) {
         if (options.dropout > 0) core_draw(&options);
-        rapt_status status;
-        Py_BEGIN_ALLOW_THREADS status = rapt_attention_forward(context, t[0], t[1], t[2], &options, t[3]);
-        Py_END_ALLOW_THREADS result = core_done(context, status);
+        PyThreadState *released = PyEval_SaveThread();
+        rapt_status status = rapt_attention_forward(context, t[0], t[1], t[2], &options, t[3]);
+        PyEval_RestoreThread(released);
+        result = core_done(context, status);
     }
     core_call_end(&call);
     return result;
@@ -64,12 +65,26 @@ PyObject *core_attention_backward(PyObject *module, PyObject *args, PyObject *ke
     PyObject *result = NULL;
     if (take_positional(&call, arrays, 6, names, 6, t) == 0 && core_fill_options(&call, keywords, &options) == 0 &&
         core_fill_attention_gradients(&call, PyTuple_GetItem(args, 6), &gradients) == 0) {
-        rapt_status status;
-        Py_BEGIN_ALLOW_THREADS status =
-            rapt_attention_backward(context, t[0], t[1], t[2], &options, t[3], t[4], t[5], &gradients);
-        Py_END_ALLOW_THREADS result = core_done(context, status);
+        PyThreadState *released = PyEval_SaveThread();
+        rapt_status status = rapt_attention_backward(context, t[0], t[1], t[2], &options, t[3], t[4], t[5], &gradients);
+        PyEval_RestoreThread(released);
+        result = core_done(context, status);
     }
     Py_DECREF(arrays);
+    core_call_end(&call);
+    return result;
+}
+
+PyObject *core_copy(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *from, *to, *result = NULL;
+    rapt_context *context = core_context();
+    if (context == NULL || !PyArg_ParseTuple(args, "OO", &from, &to)) return NULL;
+    core_call call;
+    core_call_begin(&call);
+    const rapt_tensor *source = core_take(&call, from, "source", false);
+    const rapt_tensor *target = source != NULL ? core_take(&call, to, "target", true) : NULL;
+    if (target != NULL) result = core_done(context, rapt_tensor_copy(context, source, target));
     core_call_end(&call);
     return result;
 }

@@ -58,7 +58,7 @@ PyObject *core_raise(const rapt_context *context, rapt_status status) {
 
 PyObject *core_done(const rapt_context *context, rapt_status status) {
     if (status != RAPT_OK) return core_raise(context, status);
-    Py_RETURN_NONE;
+    return core_none();
 }
 
 /* Makes a pool the current one; 0 threads: the default number. */
@@ -115,7 +115,7 @@ PyObject *core_set_num_threads(PyObject *module, PyObject *count) {
     if (number < 0 || number > INT32_MAX)
         return PyErr_Format(PyExc_ValueError, "num_threads is %ld, expected at least 1, or 0 for the default", number);
     if (set_pool((int32_t)number) < 0) return NULL;
-    Py_RETURN_NONE;
+    return core_none();
 }
 
 PyObject *core_get_num_threads(PyObject *module, PyObject *none) {
@@ -141,5 +141,5 @@ PyObject *core_manual_seed(PyObject *module, PyObject *seed) {
     if (value == (unsigned long long)-1 && PyErr_Occurred()) return NULL;
     draw_seed = value;
     draw_offset = 0;
-    Py_RETURN_NONE;
+    return core_none();
 }

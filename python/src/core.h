@@ -29,6 +29,12 @@
 /* A function of the module that takes keywords, as the method table wants it. */
 #define CORE_METHOD(function) ((PyCFunction)(void (*)(void))(function))
 
+/* None, with a reference. */
+static inline PyObject *core_none(void) {
+    Py_INCREF(Py_None);
+    return Py_None;
+}
+
 /* ---- one call ----
  * Everything that a call borrows: views of arrays, and what keeps their memory there until the call has ended. */
 enum { CORE_MAX_TENSORS = 40, CORE_MAX_KEPT = 96 };
@@ -61,6 +67,9 @@ int core_take_optional(core_call *call, PyObject *array, const char *name, bool 
 const int64_t *core_take_integers(core_call *call, PyObject *numbers, const char *name, int64_t count);
 /* A new array of the prototype's kind (NumPy, PyTorch, or one that is finished later). dtype 0: the prototype's. */
 PyObject *core_empty_like(PyObject *prototype, int32_t ndim, const int64_t *shape, rapt_dtype dtype);
+bool core_is_numpy(PyObject *array); /* an ndarray itself: such arrays take the shortest ways */
+/* Fails if PyTorch would record what is computed with a tuple of arrays. */
+int core_refuse_gradients(PyObject *arrays);
 /* A result as the caller's kind of array. Takes the reference over. */
 PyObject *core_finish(PyObject *prototype, PyObject *result);
 /* Memory of Rapt as an object that NumPy and others take as an array; it keeps `owner` alive. */
@@ -128,6 +137,7 @@ int core_fill_rotary(core_call *call, PyObject *dict, rapt_rotary *rotary);
 /* ---- attention.c, sdpa.c ---- */
 
 extern const char core_attention_doc[], core_attention_backward_doc[], core_sdpa_doc[];
+PyObject *core_copy(PyObject *module, PyObject *args);
 PyObject *core_attention(PyObject *module, PyObject *args, PyObject *keywords);
 PyObject *core_attention_backward(PyObject *module, PyObject *args, PyObject *keywords);
 PyObject *core_sdpa(PyObject *module, PyObject *args);

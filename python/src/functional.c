@@ -47,9 +47,10 @@ PyObject *core_functional(PyObject *module, PyObject *args, PyObject *keywords) 
     if (core_fill_weights(&call, dict, &weights) == 0 &&
         core_take_forward(&call, arrays, weights.batch_first, keywords, t, &options) == 0) {
         if (weights.dropout > 0 && options.mode != RAPT_MODE_EVAL) core_draw(&options);
-        rapt_status status;
-        Py_BEGIN_ALLOW_THREADS status = rapt_mha_functional(context, &weights, t[0], t[1], t[2], &options, t[3]);
-        Py_END_ALLOW_THREADS result = core_done(context, status);
+        PyThreadState *released = PyEval_SaveThread();
+        rapt_status status = rapt_mha_functional(context, &weights, t[0], t[1], t[2], &options, t[3]);
+        PyEval_RestoreThread(released);
+        result = core_done(context, status);
     }
     return core_end_forward(&call, keywords, result);
 }
@@ -76,10 +77,11 @@ PyObject *core_functional_backward(PyObject *module, PyObject *args) {
         core_take_optional(&call, d_out, "d_out", false, &out_gradient) == 0 &&
         core_take_optional(&call, d_weights, "d_weights", false, &weights_gradient) == 0 &&
         core_fill_gradients(&call, wanted, &gradients) == 0) {
-        rapt_status status;
-        Py_BEGIN_ALLOW_THREADS status =
+        PyThreadState *released = PyEval_SaveThread();
+        rapt_status status =
             rapt_mha_functional_backward(context, &weights, state, out_gradient, weights_gradient, &gradients);
-        Py_END_ALLOW_THREADS result = core_done(context, status);
+        PyEval_RestoreThread(released);
+        result = core_done(context, status);
     }
     core_call_end(&call);
     return result;

@@ -78,9 +78,10 @@ static PyObject *layer_new(PyTypeObject *type, PyObject *args, PyObject *keyword
     core_call_end(&call);
     if (filled < 0) return NULL;
     rapt_mha *layer = NULL;
-    rapt_status status;
-    Py_BEGIN_ALLOW_THREADS status = rapt_mha_create(context, &config, &layer);
-    Py_END_ALLOW_THREADS return status == RAPT_OK ? wrap(type, layer) : core_raise(context, status);
+    PyThreadState *released = PyEval_SaveThread();
+    rapt_status status = rapt_mha_create(context, &config, &layer);
+    PyEval_RestoreThread(released);
+    return status == RAPT_OK ? wrap(type, layer) : core_raise(context, status);
 }
 
 static void layer_free(PyObject *self) {
@@ -106,11 +107,11 @@ PyObject *core_load(PyObject *module, PyObject *args, PyObject *keywords) {
     core_call_begin(&call);
     if (core_fill(&call, keywords, load_fields, &options) == 0) {
         const char *name = PyBytes_AsString(path);
-        rapt_status status;
-        Py_BEGIN_ALLOW_THREADS status = rapt_checkpoint_open(context, name, &checkpoint);
+        PyThreadState *released = PyEval_SaveThread();
+        rapt_status status = rapt_checkpoint_open(context, name, &checkpoint);
         if (status == RAPT_OK) status = rapt_mha_load(context, checkpoint, &options, &layer);
-        Py_END_ALLOW_THREADS result =
-            status == RAPT_OK ? wrap((PyTypeObject *)layer_type, layer) : core_raise(context, status);
+        PyEval_RestoreThread(released);
+        result = status == RAPT_OK ? wrap((PyTypeObject *)layer_type, layer) : core_raise(context, status);
         rapt_checkpoint_close(checkpoint);
     }
     core_call_end(&call);
@@ -166,9 +167,10 @@ static PyObject *layer_forward(PyObject *self, PyObject *args, PyObject *keyword
         bool training =
             options.mode == RAPT_MODE_DEFAULT ? rapt_mha_is_training(layer) : options.mode == RAPT_MODE_TRAIN;
         if (config->dropout > 0 && training) core_draw(&options);
-        rapt_status status;
-        Py_BEGIN_ALLOW_THREADS status = rapt_mha_forward(context, layer, t[0], t[1], t[2], &options, t[3]);
-        Py_END_ALLOW_THREADS result = core_done(context, status);
+        PyThreadState *released = PyEval_SaveThread();
+        rapt_status status = rapt_mha_forward(context, layer, t[0], t[1], t[2], &options, t[3]);
+        PyEval_RestoreThread(released);
+        result = core_done(context, status);
     }
     return core_end_forward(&call, keywords, result);
 }
@@ -187,10 +189,10 @@ static PyObject *layer_backward(PyObject *self, PyObject *args) {
         core_take_optional(&call, d_weights, "d_weights", false, &weights_gradient) == 0 &&
         core_fill_gradients(&call, wanted, &gradients) == 0) {
         const rapt_mha *layer = ((layer_object *)self)->layer;
-        rapt_status status;
-        Py_BEGIN_ALLOW_THREADS status =
-            rapt_mha_backward(context, layer, state, out_gradient, weights_gradient, &gradients);
-        Py_END_ALLOW_THREADS result = core_done(context, status);
+        PyThreadState *released = PyEval_SaveThread();
+        rapt_status status = rapt_mha_backward(context, layer, state, out_gradient, weights_gradient, &gradients);
+        PyEval_RestoreThread(released);
+        result = core_done(context, status);
     }
     core_call_end(&call);
     return result;
@@ -210,9 +212,10 @@ static PyObject *layer_append(PyObject *self, PyObject *args) {
     if (v != NULL && lengths != Py_None)
         n = core_take_integers(&call, lengths, "lengths", rapt_cache_settings(cache)->batch);
     if (v != NULL && !PyErr_Occurred()) {
-        rapt_status status;
-        Py_BEGIN_ALLOW_THREADS status = rapt_mha_append(context, ((layer_object *)self)->layer, k, v, cache, n);
-        Py_END_ALLOW_THREADS result = core_done(context, status);
+        PyThreadState *released = PyEval_SaveThread();
+        rapt_status status = rapt_mha_append(context, ((layer_object *)self)->layer, k, v, cache, n);
+        PyEval_RestoreThread(released);
+        result = core_done(context, status);
     }
     core_call_end(&call);
     return result;
@@ -240,16 +243,17 @@ static PyObject *layer_commit(PyObject *self, PyObject *none) {
     (void)none;
     rapt_context *context = core_context();
     if (context == NULL) return NULL;
-    rapt_status status;
-    Py_BEGIN_ALLOW_THREADS status = rapt_mha_commit(context, ((layer_object *)self)->layer);
-    Py_END_ALLOW_THREADS return core_done(context, status);
+    PyThreadState *released = PyEval_SaveThread();
+    rapt_status status = rapt_mha_commit(context, ((layer_object *)self)->layer);
+    PyEval_RestoreThread(released);
+    return core_done(context, status);
 }
 
 static PyObject *layer_train(PyObject *self, PyObject *mode) {
     int training = PyObject_IsTrue(mode);
     if (training < 0) return NULL;
     (training ? rapt_mha_train : rapt_mha_eval)(((layer_object *)self)->layer);
-    Py_RETURN_NONE;
+    return core_none();
 }
 
 static PyObject *layer_settings(PyObject *self, PyObject *none) {
@@ -257,7 +261,7 @@ static PyObject *layer_settings(PyObject *self, PyObject *none) {
     const rapt_mha *layer = ((layer_object *)self)->layer;
     const rapt_mha_config *c = rapt_mha_settings(layer);
 #define BOOL(value) ((value) ? Py_True : Py_False)
-    PyObject *scale = c->set_scale ? PyFloat_FromDouble(c->scale) : (Py_INCREF(Py_None), Py_None);
+    PyObject *scale = c->set_scale ? PyFloat_FromDouble(c->scale) : core_none();
     return Py_BuildValue("{s:L,s:L,s:L,s:L,s:L,s:L,s:O,s:O,s:O,s:O,s:O,s:N,s:d,s:s,s:O,s:K}", "embed_dim",
                          (long long)c->embed_dim, "num_heads", (long long)c->num_heads, "num_kv_heads",
                          (long long)c->num_kv_heads, "head_dim", (long long)c->head_dim, "kdim", (long long)c->kdim,
@@ -284,9 +288,10 @@ static PyObject *layer_save(PyObject *self, PyObject *args, PyObject *keywords) 
     core_call_begin(&call);
     if (core_fill(&call, keywords, save_fields, &options) == 0) {
         const char *name = PyBytes_AsString(path);
-        rapt_status status;
-        Py_BEGIN_ALLOW_THREADS status = rapt_mha_save(context, ((layer_object *)self)->layer, name, &options);
-        Py_END_ALLOW_THREADS result = core_done(context, status);
+        PyThreadState *released = PyEval_SaveThread();
+        rapt_status status = rapt_mha_save(context, ((layer_object *)self)->layer, name, &options);
+        PyEval_RestoreThread(released);
+        result = core_done(context, status);
     }
     core_call_end(&call);
     Py_DECREF(path);

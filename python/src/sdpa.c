@@ -247,6 +247,12 @@ PyObject *core_sdpa(PyObject *module, PyObject *args) {
     PyObject *out = NULL, *lse = NULL;
     int grouped = PyObject_IsTrue(PyTuple_GetItem(args, GQA)), with_lse = PyObject_IsTrue(PyTuple_GetItem(args, LSE));
     if (grouped < 0 || with_lse < 0) return NULL;
+    if (!core_is_numpy(query)) {
+        PyObject *arrays = PyTuple_GetSlice(args, QUERY, MASK + 1);
+        int refused = arrays != NULL ? core_refuse_gradients(arrays) : -1;
+        Py_XDECREF(arrays);
+        if (refused < 0) return NULL;
+    }
     problem p = {0};
     core_call call;
     core_call_begin(&call);
@@ -279,9 +285,10 @@ PyObject *core_sdpa(PyObject *module, PyObject *args) {
     rapt_dtype sums = p.query->dtype == RAPT_F64 ? RAPT_F64 : RAPT_F32;
     if (with_lse > 0 && (lse = make_result(&call, query, &p, rank, 0, sums, &p.lse)) == NULL) goto end;
 
-    rapt_status status;
-    Py_BEGIN_ALLOW_THREADS status = compute(context, &p);
-    Py_END_ALLOW_THREADS if (status != RAPT_OK) {
+    PyThreadState *released = PyEval_SaveThread();
+    rapt_status status = compute(context, &p);
+    PyEval_RestoreThread(released);
+    if (status != RAPT_OK) {
         core_raise(context, status);
         goto end;
     }

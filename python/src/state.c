@@ -46,7 +46,7 @@ static void state_free(PyObject *self) {
 static PyObject *state_saved(PyObject *self, PyObject *none) {
     (void)none;
     const rapt_mha_saved *saved = rapt_mha_state_saved(((state_object *)self)->state);
-    if (saved == NULL) Py_RETURN_NONE;
+    if (saved == NULL) return core_none();
     return Py_BuildValue("{s:N,s:N,s:N,s:N,s:N,s:d,s:K,s:K,s:K}", "query", core_view(&saved->query, self, false), "key",
                          core_view(&saved->key, self, false), "value", core_view(&saved->value, self, false),
                          "attended", core_view(&saved->attended, self, false), "lse",

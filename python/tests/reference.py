@@ -32,7 +32,7 @@ def attention(
     key_lengths: Any = None,
     key_start: Any = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Output and log-sum-exp; heads in groups are shared as the shapes say. Offsets and lengths: one for each [..., 1]."""
+    """Output and log-sum-exp; heads in groups are shared as the shapes say."""
     q, k, v = (np.asarray(x).astype(np.float64) for x in (query, key, value))
     if q.ndim > 3 and k.shape[-3] not in (1, q.shape[-3]) and q.shape[-3] != 1:
         k, v = (np.repeat(x, q.shape[-3] // x.shape[-3], axis=-3) for x in (k, v))
