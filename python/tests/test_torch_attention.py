@@ -6,11 +6,10 @@ import pytest
 
 torch = pytest.importorskip("torch", minversion="2.10")
 
-import torch.nn.functional as F  # noqa: E402
-from torch.library import opcheck  # noqa: E402
-
 import rapt.torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
 from rapt.torch import _kernels as kernels  # noqa: E402
+from torch.library import opcheck  # noqa: E402
 
 sdpa = rapt.torch.scaled_dot_product_attention
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12, torch.bfloat16: 4e-2, torch.float16: 5e-3}

@@ -9,10 +9,9 @@ import pytest
 
 torch = pytest.importorskip("torch", minversion="2.10")
 
+import rapt.torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
-
-import rapt.torch  # noqa: E402
 
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 E, H, N, L, S = 8, 2, 3, 4, 5
