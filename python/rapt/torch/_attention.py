@@ -1,0 +1,304 @@
+"""scaled_dot_product_attention for PyTorch's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from rapt.torch import _kernels as kernels
+from rapt.torch import _operators as operators
+
+torch_sdpa = torch.nn.functional.scaled_dot_product_attention  # PyTorch's own, also while `sdpa` replaces it
+
+_DTYPES = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
+_TYPES = frozenset((Tensor, torch.nn.Parameter, FakeTensor))
+_strided = torch.strided
+_is_compiling = torch.compiler.is_compiling
+_is_grad_enabled = torch.is_grad_enabled
+_num_modes = torch._C._len_torch_dispatch_stack
+_level = torch._C._functorch.maybe_current_level
+_tracing = torch._C._get_tracing_state
+_is_autocast = torch.is_autocast_enabled
+
+_ZERO = 0  # the default of causal_offset
+Integers = "int | Sequence[int] | Tensor | None"
+
+
+def takes(tensor: Any) -> bool:
+    """Whether Rapt computes with tensors like this one: dense and floating-point, on the CPU, no subclass."""
+    return (
+        type(tensor) in _TYPES
+        and tensor.is_cpu
+        and tensor.dtype in _DTYPES
+        and tensor.layout is _strided
+        and not tensor.is_nested
+        and not tensor.is_neg()
+    )
+
+
+def takes_in_graph(tensor: Any) -> bool:
+    """The same for a tensor of a graph that is being compiled."""
+    return tensor.device.type == "cpu" and tensor.dtype in _DTYPES and tensor.layout is _strided
+
+
+def takes_mask(mask: Tensor | None, query: Tensor) -> bool:
+    """Whether Rapt takes the mask; its type must be one that PyTorch takes, too."""
+    if mask is None:
+        return True
+    if mask.dtype is torch.bool:
+        return mask.device.type == "cpu" and mask.layout is _strided and not mask.is_nested
+    return takes_in_graph(mask) and not mask.is_nested and mask.dtype in (query.dtype, torch.float32)
+
+
+def in_eager_mode() -> bool:
+    """Whether calls go straight to the CPU: nothing traces, transforms or watches them."""
+    return _num_modes() == 0 and _level() is None and _tracing() is None
+
+
+def lowered(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The tensors as autocast, if it is on, has them for attention."""
+    if not _is_autocast("cpu"):
+        return tensors
+    lower = torch.get_autocast_dtype("cpu")
+    return tuple(t if t is None or t.dtype in (torch.float64, torch.bool) else t.to(lower) for t in tensors)
+
+
+def draw_seed() -> Tensor:
+    """A seed for dropout, from PyTorch's default generator."""
+    return torch.randint(2**63 - 1, ())
+
+
+class _Attention(torch.autograd.Function):
+    """The operator in eager mode."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kind: int, options: Any):
+        out, lse, weights = kernels.forward(query, key, value, mask, kind, options)
+        ctx.save_for_backward(query, key, value, out, lse, mask)
+        ctx.kind, ctx.options = kind, options
+        ctx.set_materialize_grads(False)
+        return (out, weights) if kind else out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor | None, d_weights: Tensor | None = None):
+        if d_out is None and d_weights is None:
+            return (None,) * 6
+        *saved, mask = ctx.saved_tensors
+        d_out = torch.zeros_like(saved[3]) if d_out is None else d_out
+        wanted = ctx.needs_input_grad[:4]
+        if _is_grad_enabled():  # somebody may ask for the second derivative, which the operator refuses
+            options = operators.arguments(ctx.options, d_out.shape[0], ctx.kind)
+            results = operators.attention_backward(d_out, d_weights, *saved, mask, *options, wanted)
+            return *(r if want else None for r, want in zip(results, wanted)), None, None
+        return *kernels.backward(d_out, d_weights, saved, mask, ctx.kind, wanted, ctx.options), None, None
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    options: dict[str, Any],
+    kind: int = kernels.NO_WEIGHTS,
+    eager: bool = True,
+) -> Any:
+    """The operator on tensors of four dimensions, by the shortest way: the output, or (output, weights).
+
+    Options are the kernels'; with dropout there is no seed among them yet. A boolean mask blocks.
+    """
+    if not eager:
+        seed = draw_seed() if options.get("dropout", 0.0) > 0 else None
+        run = operators.attention if _is_compiling() or _level() is None else operators.Transformable.apply
+        out, _, weights = run(query, key, value, mask, *operators.arguments(options, query.shape[0], kind, seed))
+        return (out, weights) if kind else out
+    if options.get("dropout"):
+        options["dropout_seed"] = int(draw_seed())
+    if _is_grad_enabled() and (
+        query.requires_grad or key.requires_grad or value.requires_grad or (mask is not None and mask.requires_grad)
+    ):
+        return _Attention.apply(query, key, value, mask, kind, options)
+    if kind:
+        out, _, weights = kernels.forward(query, key, value, mask, kind, options)
+        return out, weights
+    if mask is not None:
+        options["attn_mask"] = mask
+    return kernels.forward_only(query, key, value, options)
+
+
+# ---- shapes ----
+
+
+def _common(sizes: Sequence[int], what: str) -> int:
+    found = 1
+    for size in sizes:
+        if size != 1:
+            if found not in (1, size):
+                raise RuntimeError(f"rapt: {what} of query, key and value do not broadcast: {tuple(sizes)}")
+            found = size
+    return found
+
+
+def _to_four(tensor: Tensor, rank: int, as_heads: bool) -> Tensor:
+    """[N, H, L, D] of a tensor of `rank` dimensions or fewer; [A, N, H, L, D] if there are five."""
+    for _ in range(rank - tensor.ndim):
+        tensor = tensor.unsqueeze(0)
+    if rank == 2:
+        return tensor[None, None]
+    if rank == 3:
+        return tensor.unsqueeze(0 if as_heads else 1)
+    return tensor
+
+
+def _flatten(tensor: Tensor, lead: tuple[int, int]) -> Tensor:
+    return tensor.expand(*lead, *tensor.shape[2:]).flatten(0, 1)
+
+
+def _share_heads(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Heads of [N, H, L, D] as the kernels take them: key and value have the same, which divide the query's."""
+    h, hk, hv = query.shape[1], key.shape[1], value.shape[1]
+    if grouped:
+        if hk == 0 or hv == 0 or h % hk or h % hv:
+            raise RuntimeError(f"rapt: {h} heads of query are no multiple of {hk} of key and {hv} of value")
+        if hk != hv:
+            key, value = key.repeat_interleave(h // hk, 1), value.repeat_interleave(h // hv, 1)
+        return query, key, value
+    heads = _common((h, hk, hv), "heads (pass enable_gqa=True for heads in groups)")
+    query = query.expand(-1, heads, -1, -1)
+    if hk != hv:
+        key, value = key.expand(-1, heads, -1, -1), value.expand(-1, heads, -1, -1)
+    return query, key, value
+
+
+def _bring_together(
+    query: Tensor, key: Tensor, value: Tensor, grouped: bool
+) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
+    """Tensors of 2 to 5 dimensions as [N, H, L, D], and the sizes before [L, D] that the result has."""
+    rank = max(query.ndim, key.ndim, value.ndim)
+    if min(query.ndim, key.ndim, value.ndim) < 2 or rank > 5:
+        raise RuntimeError(f"rapt: expected 2 to 5 dimensions, not {query.ndim}, {key.ndim} and {value.ndim}")
+    q, k, v = (_to_four(t, rank, grouped) for t in (query, key, value))
+    lead: tuple[int, ...] = ()
+    if rank == 5:
+        lead = tuple(_common([t.shape[d] for t in (q, k, v)], "batch sizes") for d in (0, 1))
+        q, k, v = (_flatten(t, lead) for t in (q, k, v))
+    else:
+        batch = _common([t.shape[0] for t in (q, k, v)], "batch sizes")
+        q, k, v = (t.expand(batch, -1, -1, -1) for t in (q, k, v))
+    q, k, v = _share_heads(q, k, v, grouped)
+    if rank == 5:
+        return q, k, v, (*lead, q.shape[1])
+    return q, k, v, () if rank == 2 else q.shape[1:2] if rank == 3 and grouped else q.shape[: rank - 2]
+
+
+def _align_mask(mask: Tensor, query: Tensor, keys: int, lead: tuple[int, ...]) -> Tensor:
+    """A mask that says who attends as [N, H, L, S], where true blocks."""
+    if mask.dtype is torch.bool:
+        mask = mask.logical_not()
+    if mask.ndim == 1:
+        mask = mask.unsqueeze(0)
+    if mask.ndim == 0 or mask.ndim > len(lead) + 2:
+        raise RuntimeError(f"rapt: attn_mask has {mask.ndim} dimensions, expected 1 to {len(lead) + 2}")
+    if len(lead) == 3:
+        for _ in range(5 - mask.ndim):
+            mask = mask.unsqueeze(0)
+        mask = mask.flatten(0, 1) if mask.shape[:2] == (1, 1) else _flatten(mask, lead[:2])
+    elif len(lead) == 1 and mask.ndim == 3 and query.shape[0] == lead[0]:
+        mask = mask.unsqueeze(1)
+    while mask.ndim < 4:
+        mask = mask.unsqueeze(0)
+    return mask if mask.shape[3] == keys else mask.expand(-1, -1, -1, keys)
+
+
+def _band(options: dict[str, Any], is_causal: bool, causal_offset: Any, window: Any, queries: int, keys: int) -> None:
+    options["causal"] = is_causal
+    if isinstance(causal_offset, str):
+        if causal_offset != "bottom_right":
+            raise ValueError(f'causal_offset is {causal_offset!r}, expected integers or "bottom_right"')
+        options["offset"] = keys - queries
+    elif isinstance(causal_offset, (int, torch.SymInt)):
+        options["offset"] = causal_offset
+    else:
+        options["offsets"] = causal_offset
+    if window is not None:
+        options["left"], options["right"] = window
+
+
+def _check_extras(*extras: Any) -> None:
+    if any(extra is not None for extra in extras):
+        raise NotImplementedError(
+            "rapt: these tensors go to PyTorch's own function, which has no causal_offset, window, key_lengths or "
+            "key_start"
+        )
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    causal_offset: int | str | Sequence[int] | Tensor = _ZERO,
+    window: tuple[int | None, int | None] | None = None,
+    key_lengths: Integers = None,
+    key_start: Integers = None,
+) -> Tensor:
+    """torch.nn.functional.scaled_dot_product_attention, with the same arguments, and differentiable like it.
+
+    Tensors that Rapt does not take (on other devices, sparse, nested, subclasses, complex) go to PyTorch's function.
+    A query that sees no key gets zeros, where PyTorch's may give NaN. There is no second derivative.
+
+    causal_offset: query i sees keys up to i + causal_offset; an integer, one for each sequence, or "bottom_right".
+    window: (left, right): query i sees keys from i + causal_offset - left to i + causal_offset + right; None: no limit.
+    key_lengths, key_start: how many keys of each sequence are real, and the first one; an integer stands for all.
+    """
+    if _is_compiling():
+        eager = False
+        taken = takes_in_graph(query) and takes_in_graph(key) and takes_in_graph(value)
+    else:
+        taken = takes(query) and takes(key) and takes(value)
+        eager = in_eager_mode()
+    if not taken or (attn_mask is not None and not takes_mask(attn_mask, query)):
+        _check_extras(causal_offset or None, window, key_lengths, key_start)
+        return torch_sdpa(
+            query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
+            enable_gqa=enable_gqa,
+        )  # fmt: skip
+    if _is_autocast("cpu"):
+        query, key, value, attn_mask = lowered(query, key, value, attn_mask)
+    if attn_mask is not None and is_causal:
+        raise RuntimeError("rapt: attn_mask and is_causal exclude each other, as in PyTorch")
+
+    sizes, key_sizes = query.shape, key.shape
+    value_sizes = value.shape
+    lead = None
+    if not (
+        len(sizes) == len(key_sizes) == len(value_sizes) == 4
+        and sizes[0] == key_sizes[0] == value_sizes[0]
+        and sizes[1] == key_sizes[1] == value_sizes[1]
+    ):
+        query, key, value, lead = _bring_together(query, key, value, enable_gqa)
+    options: dict[str, Any] = {}
+    if is_causal and window is None and causal_offset is _ZERO:
+        options["causal"] = True
+    elif is_causal or window is not None:
+        _band(options, is_causal, causal_offset, window, query.shape[2], key.shape[2])
+    if scale is not None:
+        options["scale"] = scale
+    if dropout_p:
+        options["dropout"] = dropout_p
+    if key_lengths is not None:
+        options["key_lengths"] = key_lengths
+    if key_start is not None:
+        options["key_start"] = key_start
+    if attn_mask is not None:
+        attn_mask = _align_mask(attn_mask, query, key.shape[2], sizes[:2] if lead is None else lead)
+    out = attend(query, key, value, attn_mask, options, eager=eager)
+    return out if lead is None or len(lead) == 2 else out.reshape(*lead, *out.shape[2:])

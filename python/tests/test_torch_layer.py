@@ -1,0 +1,374 @@
+"""rapt.torch's multi_head_attention_forward, MultiheadAttention, convert and sdpa against PyTorch's."""
+
+import copy
+import inspect
+import itertools
+import pickle
+
+import pytest
+
+torch = pytest.importorskip("torch", minversion="2.10")
+
+import rapt.torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from torch import nn  # noqa: E402
+
+TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+E, H, N, L, S = 8, 2, 3, 4, 5
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+
+
+def close(ours, theirs, dtype=None):
+    bound = TOLERANCE[dtype or ours.dtype]
+    size = max(1.0, theirs.abs().max().item())
+    torch.testing.assert_close(ours, theirs, atol=bound * size, rtol=bound)
+
+
+def make(*shape, dtype=torch.float64):
+    return torch.randn(shape, dtype=torch.float64).mul(0.5).to(dtype).requires_grad_()
+
+
+def weights(dtype, bias=True, separate=False, extra=False):
+    w = {"in_proj_bias": make(3 * E, dtype=dtype) if bias else None, "out_proj_weight": make(E, E, dtype=dtype)}
+    w["out_proj_bias"] = make(E, dtype=dtype) if bias else None
+    w["in_proj_weight"] = None if separate else make(3 * E, E, dtype=dtype)
+    if separate:
+        w.update(q_proj_weight=make(E, E, dtype=dtype), k_proj_weight=make(E, 6, dtype=dtype))
+        w.update(v_proj_weight=make(E, 7, dtype=dtype), use_separate_proj_weight=True)
+    w["bias_k"], w["bias_v"] = (make(1, 1, E, dtype=dtype) for _ in "kv") if extra else (None, None)
+    return w
+
+
+def compare(arguments, dtype=None):
+    """Results and the gradients of all tensors, twice: by the library's call and written out."""
+    tensors = {k: v for k, v in arguments.items() if isinstance(v, torch.Tensor) and v.requires_grad}
+    results = []
+    for function in (rapt.torch.multi_head_attention_forward, F.multi_head_attention_forward):
+        out, shown = function(**arguments)
+        loss = (out * torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype)).sum()
+        if shown is not None:
+            loss = loss + (shown * torch.linspace(0, 3, shown.numel()).view(shown.shape).to(out.dtype)).sum()
+        grads = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True)
+        results.append((out, shown, grads))
+    (out, shown, grads), (their_out, their_shown, their_grads) = results
+    close(out, their_out, dtype)
+    assert (shown is None) == (their_shown is None)
+    if shown is not None:
+        close(shown, their_shown, dtype)
+    for name, a, b in zip(tensors, grads, their_grads):
+        assert (a is None) == (b is None), name
+        if a is not None:
+            close(a, b, dtype)
+    with torch.no_grad():
+        again, shown_again = rapt.torch.multi_head_attention_forward(**arguments)
+        close(again, out, dtype)
+        if shown is not None:
+            close(shown_again, shown, dtype)
+
+
+def call(dtype=torch.float64, batched=True, same=False, separate=False, extra=False, bias=True, **more):
+    lead = (N,) if batched else ()
+    query = make(L, *lead, E, dtype=dtype)
+    key = query if same else make(S, *lead, 6 if separate else E, dtype=dtype)
+    value = query if same else make(S, *lead, 7 if separate else E, dtype=dtype)
+    base = {"query": query, "key": key, "value": value, "embed_dim_to_check": E, "num_heads": H}
+    return {**base, "add_zero_attn": False, "dropout_p": 0.0, **weights(dtype, bias, separate, extra), **more}
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_functional_types(dtype):
+    compare(call(dtype), dtype)
+    compare(call(dtype, same=True, need_weights=False), dtype)
+
+
+def test_functional_arguments():
+    for separate, extra, zero, bias, weights_ in itertools.product(
+        [False, True], [False, True], [False, True], [False, True], [0, 1, 2]
+    ):
+        compare(
+            call(
+                separate=separate,
+                extra=extra,
+                add_zero_attn=zero,
+                bias=bias,
+                need_weights=weights_ > 0,
+                average_attn_weights=weights_ > 1,
+            )
+        )
+    compare(call(batched=False))
+    compare(call(batched=False, same=True, average_attn_weights=False, extra=True, add_zero_attn=True))
+
+
+@pytest.mark.parametrize("need", [False, True])
+def test_functional_masks(need):
+    f64 = torch.float64
+    for extra in (False, True):
+        more = {"need_weights": need, "extra": extra, "add_zero_attn": extra}
+        two, three, padding = make(L, S), make(N * H, L, S), make(N, S)
+        compare(call(attn_mask=two, **more))
+        compare(call(attn_mask=three, **more))
+        compare(call(key_padding_mask=padding, **more))
+        compare(call(attn_mask=three, key_padding_mask=padding, **more))
+        hidden = torch.zeros(N, S, dtype=torch.bool)
+        hidden[1, 3:] = True
+        compare(call(key_padding_mask=hidden, **more))
+        later = torch.ones(L, S, dtype=torch.bool).triu(1)
+        compare(call(attn_mask=later, key_padding_mask=hidden, is_causal=True, **more))
+        compare(call(batched=False, attn_mask=make(H, L, S), key_padding_mask=make(S), **more))
+        minus = torch.zeros(L, S, dtype=f64).masked_fill(later, float("-inf"))
+        compare(call(attn_mask=minus, key_padding_mask=hidden, **more))
+
+
+def test_functional_static():
+    k, v = make(N * H, 7, E // H), make(N * H, 7, E // H)
+    for zero in (False, True):
+        compare(call(static_k=k, static_v=v, add_zero_attn=zero))
+    compare(call(static_v=make(N * H, S, E // H)))
+
+
+def test_functional_refusals():
+    function = rapt.torch.multi_head_attention_forward
+    with pytest.raises(RuntimeError, match="is_causal"):
+        function(**call(is_causal=True))
+    with pytest.raises(AssertionError):
+        function(**{**call(), "embed_dim_to_check": 9})
+    with pytest.raises(RuntimeError):
+        function(**call(attn_mask=torch.zeros(L, S + 1)))
+    with pytest.raises(RuntimeError):
+        function(**call(key_padding_mask=torch.zeros(N, S + 1, dtype=torch.bool)))
+    arguments = call()
+    out, _ = function(**arguments)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        torch.autograd.grad(out.sum(), arguments["query"], create_graph=True)
+    given, wanted = (inspect.signature(f) for f in (function, F.multi_head_attention_forward))
+    assert [(p.name, p.default) for p in given.parameters.values()] == [
+        (p.name, p.default) for p in wanted.parameters.values()
+    ]
+
+
+def test_functional_dropout():
+    arguments = call(dropout_p=0.5)
+    results = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        results.append(rapt.torch.multi_head_attention_forward(**arguments)[1])
+    assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
+    compare({**arguments, "training": False})
+    query = arguments["query"]
+
+    def f(query):
+        torch.manual_seed(3)
+        return rapt.torch.multi_head_attention_forward(**{**arguments, "query": query})
+
+    assert torch.autograd.gradcheck(f, (query,))
+
+
+def test_functional_compile_autocast_and_func():
+    arguments = call(torch.float32, attn_mask=make(L, S, dtype=torch.float32), extra=True)
+    query = arguments.pop("query")
+
+    def f(query, g=rapt.torch.multi_head_attention_forward):
+        return g(query, **arguments)[0]
+
+    close(torch.compile(f, backend="aot_eager", fullgraph=True)(query), f(query))
+    close(torch.func.grad(lambda q: f(q).sum())(query), torch.autograd.grad(f(query).sum(), query)[0])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours, theirs = f(query), f(query, F.multi_head_attention_forward)
+        assert ours.dtype is theirs.dtype is torch.bfloat16
+        close(ours, theirs)
+
+
+# ---- the layer ----
+
+LAYERS = [
+    {},
+    {"batch_first": True},
+    {"bias": False, "batch_first": True},
+    {"kdim": 6, "vdim": 7},
+    {"add_bias_kv": True, "add_zero_attn": True, "batch_first": True},
+    {"dtype": torch.float64},
+]
+
+
+def pair(**settings):
+    theirs = nn.MultiheadAttention(E, H, **settings)
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.normal_()
+    ours = rapt.torch.MultiheadAttention(E, H, **settings)
+    ours.load_state_dict(theirs.state_dict())
+    return ours, theirs
+
+
+def inputs(settings, batched=True):
+    dtype = settings.get("dtype", torch.float32)
+    sizes = [(L, E), (S, settings.get("kdim", E)), (S, settings.get("vdim", E))]
+    lead = (0 if settings.get("batch_first") else 1) if batched else None
+    return [make(*(s if lead is None else (*s[:lead], N, *s[lead:])), dtype=dtype) for s in sizes]
+
+
+@pytest.mark.parametrize("settings", LAYERS)
+def test_layer(settings):
+    ours, theirs = pair(**settings)
+    assert repr(ours) == repr(theirs) and list(ours.state_dict()) == list(theirs.state_dict())
+    padding = torch.zeros(N, S, dtype=torch.bool)
+    padding[0, 4:] = True
+    later = torch.ones(L, S, dtype=torch.bool).triu(2)
+    for training, grad in itertools.product([True, False], repeat=2):
+        for module in (ours, theirs):
+            module.train(training)
+        with torch.set_grad_enabled(grad):
+            for more in (
+                {},
+                {"need_weights": False},
+                {"average_attn_weights": False, "attn_mask": later},
+                {"key_padding_mask": padding, "attn_mask": later, "is_causal": True},
+                {"attn_mask": torch.randn(N * H, L, S, dtype=settings.get("dtype"))},
+            ):
+                x = inputs(settings)
+                for a, b in zip(ours(*x, **more), theirs(*x, **more)):
+                    assert (a is None) == (b is None)
+                    if a is not None:
+                        close(a, b)
+            x = inputs(settings, batched=False)
+            close(ours(*x)[0], theirs(*x)[0])
+            close(ours(*x)[1], theirs(*x)[1])
+    ours(*inputs(settings))[0].sum().backward()
+    assert all(p.grad is not None for p in ours.parameters())
+
+
+def test_layer_signatures_and_refusals():
+    for name in ("__init__", "forward"):
+        given, wanted = (
+            inspect.signature(getattr(c, name)) for c in (rapt.torch.MultiheadAttention, nn.MultiheadAttention)
+        )
+        assert [(p.name, p.default) for p in given.parameters.values()] == [
+            (p.name, p.default) for p in wanted.parameters.values()
+        ]
+    ours, _ = pair()
+    x = inputs({})
+    for training in (True, False):
+        ours.train(training)
+        with pytest.raises(RuntimeError, match="is_causal"), torch.no_grad():
+            ours(*x, is_causal=True)
+        with pytest.raises((RuntimeError, AssertionError)), torch.no_grad():
+            ours(x[0][..., :4], *x[1:])
+
+
+def test_packed_weights_never_go_stale():
+    ours, theirs = pair(batch_first=True)
+    ours.eval(), theirs.eval()
+    x = torch.randn(N, L, E)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, foreach=i) for m in (ours, theirs) for i in (False,)]
+    other = nn.MultiheadAttention(E, H, batch_first=True).state_dict()
+
+    def same():
+        with torch.no_grad():
+            close(ours(x, x, x)[0], theirs(x, x, x)[0])
+            packed = ours.__dict__["_rapt_packed"]
+            close(ours(x, x, x)[0], theirs(x, x, x)[0])
+            assert ours.__dict__["_rapt_packed"] is packed
+
+    def step(m, o):
+        m(x, x, x)[0].square().sum().backward()
+        o.step()
+
+    def write(m):
+        m.in_proj_weight.data.mul_(1.5)
+
+    def replace(m):
+        m.out_proj.weight.data = m.out_proj.weight.data * 2
+
+    def copied(m):
+        with torch.no_grad():
+            m.in_proj_bias.copy_(torch.arange(3 * E))
+
+    def parameter(m):
+        m.out_proj.bias = nn.Parameter(torch.ones(E))
+
+    def part(m):
+        m.in_proj_weight.data[3:7].zero_()
+
+    same()
+    for m, o in zip((ours, theirs), optimizers):
+        step(m, o)
+    same()
+    for change in (
+        write,
+        replace,
+        copied,
+        parameter,
+        part,
+        lambda m: m.load_state_dict(other),
+        lambda m: m.double().float(),
+    ):
+        before = ours(x, x, x)[0].detach()
+        change(ours), change(theirs)
+        same()
+        with torch.no_grad():
+            assert not torch.equal(before, ours(x, x, x)[0]) or change.__name__ == "<lambda>"
+
+
+def test_copies():
+    ours, _ = pair()
+    ours.eval()
+    x = inputs({})
+    with torch.no_grad():
+        expected = ours(*x)[0]
+        for copied in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+            assert type(copied) is rapt.torch.MultiheadAttention and "_rapt_packed" not in copied.__dict__
+            assert torch.equal(copied(*x)[0], expected)
+
+
+def test_layer_compiles():
+    ours, theirs = pair(batch_first=True)
+    x = torch.randn(N, L, E)
+    for training in (True, False):
+        ours.train(training), theirs.train(training)
+        close(torch.compile(ours, backend="aot_eager", fullgraph=True)(x, x, x)[0], theirs(x, x, x)[0])
+    program = torch.export.export(ours, (x, x, x))
+    assert any(node.target is torch.ops.rapt.attention.default for node in program.graph.nodes)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_convert(training, monkeypatch):
+    model = nn.Transformer(16, 2, 2, 2, 32, dropout=0.0, batch_first=True).train(training)
+    attention = model.encoder.layers[0].self_attn
+    names = [type(m) for m in model.modules()]
+    keys = list(model.state_dict())
+    source, target = torch.randn(2, 6, 16), torch.randn(2, 5, 16)
+    padding = torch.zeros(2, 6, dtype=torch.bool)
+    padding[1, 4:] = True
+    calls = []
+    for name in ("_native_multi_head_attention", "_transformer_encoder_layer_fwd"):
+        monkeypatch.setattr(torch, name, lambda *a, **k: calls.append(a) or pytest.fail("PyTorch's own"))
+    assert rapt.torch.convert(model) is model
+    assert type(attention) is rapt.torch.MultiheadAttention and list(model.state_dict()) == keys
+    with torch.no_grad():
+        ours = model(source, target, src_key_padding_mask=padding, memory_key_padding_mask=padding)
+    monkeypatch.undo()
+    rapt.torch.convert(model)  # twice is as good as once
+    assert rapt.torch.unconvert(model) is model
+    assert [type(m) for m in model.modules()] == names and not any("_rapt_shortcut" in vars(m) for m in model.modules())
+    with torch.no_grad():
+        theirs = model(source, target, src_key_padding_mask=padding, memory_key_padding_mask=padding)
+    close(ours, theirs)
+    assert type(rapt.torch.convert(nn.MultiheadAttention(E, H))) is rapt.torch.MultiheadAttention
+
+
+def test_sdpa_context():
+    q = torch.randn(1, 2, 3, 4)
+    before = F.scaled_dot_product_attention
+    with rapt.torch.sdpa():
+        assert F.scaled_dot_product_attention is rapt.torch.scaled_dot_product_attention
+        out = F.scaled_dot_product_attention(q, q, q, torch.zeros(3, 3, dtype=torch.bool))
+        assert torch.equal(out, torch.zeros_like(q))
+        assert F.scaled_dot_product_attention(q.to("meta"), q.to("meta"), q.to("meta")).is_meta
+        module = nn.MultiheadAttention(4, 2)
+        close(module(q[0], q[0], q[0], need_weights=False)[0], rapt.torch.convert(module)(q[0], q[0], q[0])[0])
+    assert F.scaled_dot_product_attention is before
