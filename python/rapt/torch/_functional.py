@@ -33,6 +33,7 @@ WEIGHTS = (
 )  # fmt: skip
 _INPUTS = ("query", "key", "value", "attn_mask", "key_padding_mask", "static_k", "static_v")
 _OPTIONAL_INPUTS = _INPUTS[3:]
+_UNUSED = ("key", "value", "k_proj_weight", "v_proj_weight")  # with static_k and static_v
 
 
 def _weights_shape(query: Tensor, settings: dict[str, Any], keys: int, kind: int) -> tuple[int, ...]:
@@ -89,7 +90,7 @@ class _Layer(torch.autograd.Function):
         given = tensors[_INPUTS.index("static_k")] is not None
         results: list[Tensor | None] = [None] * len(names)
         for i, (name, need) in enumerate(zip(names, ctx.needs_input_grad[4:])):
-            if need and not (given and name in ("key", "value")):
+            if need and not (given and name in _UNUSED):
                 results[i] = torch.empty_like(tensors[i])
         if ctx.shared and not given and results[0] is not None:
             results[1] = results[2] = results[0]  # the library adds them up
