@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -52,13 +53,14 @@ def rows() -> list[tuple[str, str, str, int, float, float, float, float]]:
     return result
 
 
-def table() -> str:
-    """The rows in Markdown."""
+def table(marked: Collection[tuple[str, str, str]] = ()) -> str:
+    """The rows in Markdown; some have a star."""
     lines = [
         "| function | dtype | | configurations | 99%, Rapt | 99%, PyTorch | maximum, Rapt | maximum, PyTorch |",
         "|---|---|---|---:|---:|---:|---:|---:|",
     ]
     for function, dtype, kind, count, *numbers in rows():
         cells = " | ".join(f"{n:.2e}" for n in numbers)
-        lines.append(f"| `{function}` | {dtype} | {kind} | {count} | {cells} |")
+        star = " *" if (function, dtype, kind) in marked else ""
+        lines.append(f"| `{function}` | {dtype} | {kind}{star} | {count} | {cells} |")
     return "\n".join(lines)
