@@ -48,7 +48,7 @@ def _weights_shape(query: Tensor, settings: dict[str, Any], keys: int, kind: int
 def run(
     settings: dict[str, Any],
     options: dict[str, Any],
-    tensors: tuple[Tensor | None, ...],
+    tensors: tuple[Any, ...],
     kind: int,
     keys: int,
     state: _core.State | None,
@@ -131,7 +131,7 @@ def _merged_mask(attn_mask: Tensor | None, padding: Tensor | None, query: Tensor
     return merged.to(query.dtype) if merged.dtype not in (query.dtype, torch.float32) else merged
 
 
-def _project(query: Tensor, key: Tensor, value: Tensor, w: dict[str, Tensor | None]) -> list[Tensor]:
+def _project(query: Tensor, key: Tensor, value: Tensor, w: dict[str, Any]) -> list[Tensor]:
     size = w["out_proj_weight"].shape[1]
     biases = (None,) * 3 if w["in_proj_bias"] is None else w["in_proj_bias"].split(size)
     matrices = w["in_proj_weight"]
@@ -145,7 +145,7 @@ def _project(query: Tensor, key: Tensor, value: Tensor, w: dict[str, Tensor | No
 
 
 def _written_out(
-    settings: dict[str, Any], options: dict[str, Any], tensors: tuple[Tensor | None, ...], kind: int, eager: bool
+    settings: dict[str, Any], options: dict[str, Any], tensors: tuple[Any, ...], kind: int, eager: bool
 ) -> tuple[Tensor, Tensor | None]:
     query, key, value, attn_mask, padding, static_k, static_v, *weights = tensors
     w = dict(zip(WEIGHTS, weights))
@@ -196,7 +196,7 @@ def _refuse(
 
 
 def forward(
-    tensors: tuple[Tensor | None, ...],
+    tensors: tuple[Any, ...],
     num_heads: int,
     embed_dim: int,
     add_zero_attn: bool,

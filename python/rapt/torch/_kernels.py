@@ -78,12 +78,12 @@ def backward(
     """Gradients of query, key, value and mask, where they are wanted. saved: query, key, value, out, lse."""
     query, key, value, out, lse = saved
     names = ("query", "key", "value", "attn_mask")
-    tensors = (query, key, value, mask)
+    tensors: tuple[Any, ...] = (query, key, value, mask)
     results = [torch.empty_like(t) if want else None for t, want in zip(tensors, wanted)]
     gradients = {name: result for name, result in zip(names, results) if result is not None}
     if gradients:
         _core.attention_backward(
             query, key, value, out, d_out, d_weights, gradients, attn_mask=mask, lse=lse,
-            per_head_weights=kind == HEAD_WEIGHTS, **options,
+            per_head_weights=kind == HEAD_WEIGHTS and d_weights is not None, **options,
         )  # fmt: skip
     return results
