@@ -41,9 +41,11 @@ def is_jax(array: Any) -> bool:
     return jax is not None and isinstance(array, jax.Array)
 
 
-def refuse_gradients(*arrays: Any) -> None:
-    """Fails if PyTorch would record what is computed with these: the gradient would be lost in silence."""
+def check_torch(*arrays: Any) -> None:
+    """Fails on tensors of PyTorch's whose memory does not tell all: a gradient to record, or numbers to be negated."""
     for array in arrays:
+        if getattr(array, "is_neg", bool)():
+            raise TypeError("a tensor has its negative bit set: pass tensor.resolve_neg()")
         if getattr(array, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
             raise TypeError("a tensor requires a gradient, which is lost here: use rapt.torch, or pass tensor.detach()")
 

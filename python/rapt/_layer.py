@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rapt import _core
-from rapt._arrays import empty_like, finish, numpy_dtype, refuse_gradients
+from rapt._arrays import check_torch, empty_like, finish, numpy_dtype
 from rapt._cache import KVCache
 
 _ROTARY_SCALINGS = ("plain", "linear", "ntk", "llama3", "yarn")
@@ -121,7 +121,7 @@ class MultiheadAttention:
             fields of rapt_rotary; scaling is "plain", "linear", "ntk", "llama3" or "yarn".
         state: keeps what `backward` needs. The inputs must stay as they are until then.
         """
-        refuse_gradients(query, key, value, attn_mask, key_padding_mask)
+        check_torch(query, key, value, attn_mask, key_padding_mask)
         options: dict[str, Any] = {
             "key_padding_mask": key_padding_mask,
             "attn_mask": attn_mask,

@@ -300,8 +300,8 @@ PyObject *core_empty_like(PyObject *prototype, int32_t ndim, const int64_t *shap
     return result;
 }
 
-int core_refuse_gradients(PyObject *arrays) {
-    PyObject *function = helper("refuse_gradients");
+int core_check_torch(PyObject *arrays) {
+    PyObject *function = helper("check_torch");
     PyObject *none = function != NULL ? PyObject_CallObject(function, arrays) : NULL;
     Py_XDECREF(function);
     Py_XDECREF(none);

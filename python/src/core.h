@@ -68,8 +68,8 @@ const int64_t *core_take_integers(core_call *call, PyObject *numbers, const char
 /* A new array of the prototype's kind (NumPy, PyTorch, or one that is finished later). dtype 0: the prototype's. */
 PyObject *core_empty_like(PyObject *prototype, int32_t ndim, const int64_t *shape, rapt_dtype dtype);
 bool core_is_numpy(PyObject *array); /* an ndarray itself: such arrays take the shortest ways */
-/* Fails if PyTorch would record what is computed with a tuple of arrays. */
-int core_refuse_gradients(PyObject *arrays);
+/* Fails if there are tensors of PyTorch's in the tuple whose memory does not tell all. */
+int core_check_torch(PyObject *arrays);
 /* A result as the caller's kind of array. Takes the reference over. */
 PyObject *core_finish(PyObject *prototype, PyObject *result);
 /* Memory of Rapt as an object that NumPy and others take as an array; it keeps `owner` alive. */

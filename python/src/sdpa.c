@@ -249,9 +249,9 @@ PyObject *core_sdpa(PyObject *module, PyObject *args) {
     if (grouped < 0 || with_lse < 0) return NULL;
     if (!core_is_numpy(query)) {
         PyObject *arrays = PyTuple_GetSlice(args, QUERY, MASK + 1);
-        int refused = arrays != NULL ? core_refuse_gradients(arrays) : -1;
+        int checked = arrays != NULL ? core_check_torch(arrays) : -1;
         Py_XDECREF(arrays);
-        if (refused < 0) return NULL;
+        if (checked < 0) return NULL;
     }
     problem p = {0};
     core_call call;

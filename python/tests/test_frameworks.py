@@ -49,11 +49,13 @@ def test_torch_layer() -> None:
     assert np.abs(gradients["in_proj_weight"] - theirs.in_proj_weight.grad.numpy()).max() < 1e-4
 
 
-def test_torch_gradients_are_not_lost() -> None:
+def test_torch_tensors_that_are_more_than_memory() -> None:
     torch = pytest.importorskip("torch")
     q, k, v = torch.from_numpy(X)
     with pytest.raises(TypeError, match=r"rapt\.torch"):
         rapt.scaled_dot_product_attention(q, k.clone().requires_grad_(), v)
+    with pytest.raises(TypeError, match="resolve_neg"):
+        rapt.scaled_dot_product_attention(q, k, torch.complex(v, v).conj().imag)
     with torch.no_grad():
         rapt.scaled_dot_product_attention(q, k.clone().requires_grad_(), v)
 
