@@ -70,7 +70,8 @@ def arguments(options: dict[str, Any], batch: int, kind: int, seed: Tensor | Non
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return kernels.forward(query, key, value, attn_mask, args[-1], _options(args[:-1]))
+    out, lse, weights = kernels.forward(query, key, value, attn_mask, args[-1], _options(args[:-1]))
+    return out, lse, query.new_empty((0,)) if weights is None else weights
 
 
 def _backward(
