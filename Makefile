@@ -5,6 +5,8 @@ CMAKE_FLAGS ?=
 PEERS_VENV ?= build/peers
 # Where the Python package is installed for its tests; what pip is given beside that.
 PYTHON_VENV ?= build/python
+# One with what python/parity/requirements.txt lists.
+PARITY_VENV ?= build/parity
 PIP_FLAGS ?=
 
 # Where scripts/bootstrap.sh puts cmake and ninja when the system has none.
@@ -68,6 +70,13 @@ python-lint: ## ruff and mypy over the Python package, from the same virtual env
 	@$(PYTHON_VENV)/bin/ruff check --quiet python && $(PYTHON_VENV)/bin/ruff format --check --quiet python
 	@MYPYPATH=python $(PYTHON_VENV)/bin/mypy --cache-dir build/mypy -p rapt
 
+parity: ## compare rapt.torch with PyTorch in thousands of random configurations, and write docs/PARITY.md
+	@scripts/bootstrap.sh python
+	@test -x $(PARITY_VENV)/bin/python || { python3 -m venv $(PARITY_VENV) && $(PARITY_VENV)/bin/python -m pip \
+		--disable-pip-version-check install --quiet $(PIP_FLAGS) -r python/parity/requirements.txt; } || { rm -rf $(PARITY_VENV); exit 1; }
+	@$(PARITY_VENV)/bin/python -m pip --disable-pip-version-check install --quiet $(PIP_FLAGS) .
+	@RAPT_PARITY_TABLE=docs/PARITY.md $(PARITY_VENV)/bin/python -m pytest --quiet python/tests/test_torch_*.py python/parity
+
 install: ## install into PREFIX (/usr/local), below DESTDIR if that is set
 	@scripts/bootstrap.sh build
 	@mkdir -p build
@@ -90,4 +99,4 @@ lint: ## clang-tidy and cppcheck
 clean: ## remove what was built
 	@rm -rf build
 
-.PHONY: help run train test bench bench-peers python-test python-lint install format format-check lint clean
+.PHONY: help run train test bench bench-peers python-test python-lint parity install format format-check lint clean

@@ -80,6 +80,27 @@ def call(dtype=torch.float64, batched=True, same=False, separate=False, extra=Fa
     return {**base, "add_zero_attn": False, "dropout_p": 0.0, **weights(dtype, bias, separate, extra), **more}
 
 
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("written_out", [True, False])
+def test_gradients_of_one_result(average, written_out):
+    arguments = call(average_attn_weights=average)
+    if written_out:  # as a mask of another type makes it
+        arguments["attn_mask"] = torch.zeros(L, S)
+    theirs = F.multi_head_attention_forward(**{**arguments, "attn_mask": None})
+    for i in (0, 1):
+        ours = rapt.torch.multi_head_attention_forward(**arguments)
+        g = torch.randn_like(ours[i])
+        for name in ("query", "value"):
+            a, b = (
+                torch.autograd.grad(r[i], arguments[name], g, retain_graph=True, allow_unused=True)[0]
+                for r in (ours, theirs)
+            )
+            if b is not None:
+                close(a, b)
+            else:
+                assert a is None or not a.any()
+
+
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_functional_types(dtype):
     compare(call(dtype), dtype)

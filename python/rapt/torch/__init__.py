@@ -9,11 +9,13 @@
 from rapt.torch._attention import scaled_dot_product_attention
 from rapt.torch._functional import multi_head_attention_forward
 from rapt.torch._layer import MultiheadAttention, convert, sdpa, unconvert
+from rapt.torch._transformers import register_transformers
 
 __all__ = [
     "MultiheadAttention",
     "convert",
     "multi_head_attention_forward",
+    "register_transformers",
     "scaled_dot_product_attention",
     "sdpa",
     "unconvert",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Union
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ _tracing = torch._C._get_tracing_state
 _is_autocast = torch.is_autocast_enabled
 
 _ZERO = 0  # the default of causal_offset
-Integers = "int | Sequence[int] | Tensor | None"
+Integers = Union[int, Sequence[int], Tensor, None]
 
 
 def takes(tensor: Any) -> bool:
@@ -59,7 +59,7 @@ def in_eager_mode() -> bool:
     return _num_modes() == 0 and _level() is None and _tracing() is None
 
 
-def lowered(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def lowered(*tensors: Tensor | None) -> tuple[Any, ...]:
     """The tensors as autocast, if it is on, has them for attention."""
     if not _is_autocast("cpu"):
         return tensors
@@ -153,7 +153,7 @@ def _to_four(tensor: Tensor, rank: int, as_heads: bool) -> Tensor:
     return tensor
 
 
-def _flatten(tensor: Tensor, lead: tuple[int, int]) -> Tensor:
+def _flatten(tensor: Tensor, lead: tuple[int, ...]) -> Tensor:
     return tensor.expand(*lead, *tensor.shape[2:]).flatten(0, 1)
 
 

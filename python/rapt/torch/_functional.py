@@ -33,6 +33,7 @@ WEIGHTS = (
 )  # fmt: skip
 _INPUTS = ("query", "key", "value", "attn_mask", "key_padding_mask", "static_k", "static_v")
 _OPTIONAL_INPUTS = _INPUTS[3:]
+_UNUSED = ("key", "value", "k_proj_weight", "v_proj_weight")  # with static_k and static_v
 
 
 def _weights_shape(query: Tensor, settings: dict[str, Any], keys: int, kind: int) -> tuple[int, ...]:
@@ -47,7 +48,7 @@ def _weights_shape(query: Tensor, settings: dict[str, Any], keys: int, kind: int
 def run(
     settings: dict[str, Any],
     options: dict[str, Any],
-    tensors: tuple[Tensor | None, ...],
+    tensors: tuple[Any, ...],
     kind: int,
     keys: int,
     state: _core.State | None,
@@ -89,7 +90,7 @@ class _Layer(torch.autograd.Function):
         given = tensors[_INPUTS.index("static_k")] is not None
         results: list[Tensor | None] = [None] * len(names)
         for i, (name, need) in enumerate(zip(names, ctx.needs_input_grad[4:])):
-            if need and not (given and name in ("key", "value")):
+            if need and not (given and name in _UNUSED):
                 results[i] = torch.empty_like(tensors[i])
         if ctx.shared and not given and results[0] is not None:
             results[1] = results[2] = results[0]  # the library adds them up
@@ -130,7 +131,7 @@ def _merged_mask(attn_mask: Tensor | None, padding: Tensor | None, query: Tensor
     return merged.to(query.dtype) if merged.dtype not in (query.dtype, torch.float32) else merged
 
 
-def _project(query: Tensor, key: Tensor, value: Tensor, w: dict[str, Tensor | None]) -> list[Tensor]:
+def _project(query: Tensor, key: Tensor, value: Tensor, w: dict[str, Any]) -> list[Tensor]:
     size = w["out_proj_weight"].shape[1]
     biases = (None,) * 3 if w["in_proj_bias"] is None else w["in_proj_bias"].split(size)
     matrices = w["in_proj_weight"]
@@ -144,7 +145,7 @@ def _project(query: Tensor, key: Tensor, value: Tensor, w: dict[str, Tensor | No
 
 
 def _written_out(
-    settings: dict[str, Any], options: dict[str, Any], tensors: tuple[Tensor | None, ...], kind: int, eager: bool
+    settings: dict[str, Any], options: dict[str, Any], tensors: tuple[Any, ...], kind: int, eager: bool
 ) -> tuple[Tensor, Tensor | None]:
     query, key, value, attn_mask, padding, static_k, static_v, *weights = tensors
     w = dict(zip(WEIGHTS, weights))
@@ -195,7 +196,7 @@ def _refuse(
 
 
 def forward(
-    tensors: tuple[Tensor | None, ...],
+    tensors: tuple[Any, ...],
     num_heads: int,
     embed_dim: int,
     add_zero_attn: bool,

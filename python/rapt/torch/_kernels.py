@@ -16,6 +16,8 @@ from rapt import _core
 NO_WEIGHTS, MEAN_WEIGHTS, HEAD_WEIGHTS = 0, 1, 2  # which attention weights to return
 
 _attend = _core.attention
+_attend_backward = _core.attention_backward
+_NAMES = ("query", "key", "value", "attn_mask")
 _f64 = torch.float64
 _f32 = torch.float32
 
@@ -30,7 +32,9 @@ def empty_out(query: Tensor, value: Tensor) -> Tensor:
 
 def empty_lse(query: Tensor) -> Tensor:
     """[N, H, L], in the type of the sums."""
-    return query.new_empty(query.shape[:3], dtype=_f64 if query.dtype is _f64 else _f32)
+    n, h, length, _ = query.shape
+    dtype = query.dtype
+    return torch.empty((n, h, length), dtype=dtype if dtype is _f64 else _f32, device=query.device)
 
 
 def empty_weights(query: Tensor, key: Tensor, kind: int) -> Tensor:
@@ -53,14 +57,16 @@ def forward_only(query: Tensor, key: Tensor, value: Tensor, options: dict[str, A
 
 def forward(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kind: int, options: dict[str, Any]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, log-sum-exp and weights (empty if none are wanted)."""
-    out, lse, weights = empty_out(query, value), empty_lse(query), empty_weights(query, key, kind)
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Output, log-sum-exp and weights, None if they are not wanted."""
+    out, lse, weights = empty_out(query, value), empty_lse(query), None
+    if mask is not None:
+        options = {"attn_mask": mask, **options}
+    if kind:
+        weights = empty_weights(query, key, kind)
+        options = {"weights": weights, "per_head_weights": kind == HEAD_WEIGHTS, **options}
     try:
-        _attend(
-            query, key, value, out, attn_mask=mask, lse=lse, weights=None if kind == NO_WEIGHTS else weights,
-            per_head_weights=kind == HEAD_WEIGHTS, **options,
-        )  # fmt: skip
+        _attend(query, key, value, out, lse=lse, **options)
     except (ValueError, TypeError) as error:
         raise RuntimeError(f"rapt: {error}") from None
     return out, lse, weights
@@ -77,13 +83,16 @@ def backward(
 ) -> list[Tensor | None]:
     """Gradients of query, key, value and mask, where they are wanted. saved: query, key, value, out, lse."""
     query, key, value, out, lse = saved
-    names = ("query", "key", "value", "attn_mask")
-    tensors = (query, key, value, mask)
-    results = [torch.empty_like(t) if want else None for t, want in zip(tensors, wanted)]
-    gradients = {name: result for name, result in zip(names, results) if result is not None}
+    results: list[Any] = []
+    gradients = {}
+    for name, tensor, want in zip(_NAMES, (query, key, value, mask), wanted):
+        results.append(torch.empty_like(tensor) if want and tensor is not None else None)
+        if want:
+            gradients[name] = results[-1]
+    if mask is not None:
+        options = {"attn_mask": mask, **options}
+    if d_weights is not None and kind == HEAD_WEIGHTS:
+        options = {"per_head_weights": True, **options}
     if gradients:
-        _core.attention_backward(
-            query, key, value, out, d_out, d_weights, gradients, attn_mask=mask, lse=lse,
-            per_head_weights=kind == HEAD_WEIGHTS, **options,
-        )  # fmt: skip
+        _attend_backward(query, key, value, out, d_out, d_weights, gradients, lse=lse, **options)
     return results

@@ -43,8 +43,9 @@ class _Packed:
         self.probes = []
         for p in parameters:
             if p is not None:
-                flat = p.detach().reshape(-1)
-                view = flat[:: max(1, flat.numel() // _PROBES)]
+                view = p.detach()
+                if view.is_contiguous():
+                    view = view.view(-1)[:: max(1, view.numel() // _PROBES)]
                 self.probes.append((view, view.clone()))
         named = {n: p for n, p in zip(WEIGHTS, parameters) if p is not None}
         dtype = str(module.out_proj.weight.dtype).removeprefix("torch.")
@@ -54,8 +55,8 @@ class _Packed:
             add_zero_attn=module.add_zero_attn, batch_first=module.batch_first, dtype=dtype,
         )  # fmt: skip
         with torch.no_grad():
-            for name, view in self.layer.tensors().items():
-                target = torch.from_dlpack(view)
+            for name, memory in self.layer.tensors().items():
+                target = torch.from_dlpack(memory)
                 target.copy_(named[name.replace("out_proj.", "out_proj_")].reshape(target.shape))
         self.layer.commit()
         self.layer.train(False)

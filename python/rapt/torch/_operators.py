@@ -70,7 +70,8 @@ def arguments(options: dict[str, Any], batch: int, kind: int, seed: Tensor | Non
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return kernels.forward(query, key, value, attn_mask, args[-1], _options(args[:-1]))
+    out, lse, weights = kernels.forward(query, key, value, attn_mask, args[-1], _options(args[:-1]))
+    return out, lse, query.new_empty((0,)) if weights is None else weights
 
 
 def _backward(
@@ -107,7 +108,7 @@ def _fake_backward(
     attn_mask: Tensor | None,
     *args: Any,
 ) -> tuple[Tensor, ...]:
-    tensors = (query, key, value, attn_mask)
+    tensors: tuple[Any, ...] = (query, key, value, attn_mask)
     return tuple(torch.empty_like(t) if want else query.new_empty((0,)) for t, want in zip(tensors, args[-1]))
 
 
@@ -147,7 +148,7 @@ def _differentiate(
     return (*(g if want else None for g, want in zip(gradients, wanted)), *nothing)
 
 
-def _no_second(*_: Any) -> None:
+def _no_second(ctx: Any, *gradients: Any) -> Any:
     raise RuntimeError("rapt: attention has no second derivative; PyTorch's own with the backend MATH has")
 
 
@@ -180,8 +181,8 @@ class Transformable(torch.autograd.Function):
         return attention(*args)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        return _differentiate(ctx, *gradients, run=_TransformableBackward.apply)
+    def backward(ctx: Any, d_out: Any, d_lse: Any, d_weights: Any) -> tuple[Any, ...]:
+        return _differentiate(ctx, d_out, d_lse, d_weights, run=_TransformableBackward.apply)
 
 
 # ---- vmap: another size of the batch, before N ----
