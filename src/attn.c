@@ -168,7 +168,8 @@ rapt_status rapt_take_weights(rapt_context *context, const char *name, const rap
 
 rapt_status rapt_take_lse(rapt_context *context, const rapt_tensor *tensor, bool batched, attn_problem *p) {
     int64_t shape[3] = {p->batch, p->heads, p->queries};
-    return rapt_take_view(context, "lse", tensor, rapt_accumulation_dtype(p->dtype), batched, 3, shape, &p->lse);
+    p->lse_dtype = tensor->dtype == RAPT_F64 ? RAPT_F64 : rapt_accumulation_dtype(p->dtype);
+    return rapt_take_view(context, "lse", tensor, p->lse_dtype, batched, 3, shape, &p->lse);
 }
 
 static rapt_status take_results(rapt_context *context, const rapt_options *o, bool batched, attn_problem *p) {

@@ -368,7 +368,7 @@ static attn_problem queries_of(const attn_problem *p, int64_t first, int64_t cou
     advance(&piece.q, p->dtype, first);
     advance(&piece.out, p->dtype, first);
     advance(&piece.weights, p->dtype, first);
-    advance(&piece.lse, rapt_accumulation_dtype(p->dtype), first);
+    advance(&piece.lse, p->lse_dtype, first);
     if (p->mask.data != NULL) {
         int64_t bytes = first * p->mask.stride[2] * (int64_t)rapt_dtype_size(p->mask.dtype);
         piece.mask.data = (const char *)p->mask.data + bytes;
@@ -391,7 +391,7 @@ static void blank_padding(const attn_problem *p, const int64_t *lengths) {
             for (int64_t h = 0; h < p->heads; h++) {
                 fill_row(&p->out, p->dtype, n, h, i, p->value_dim, 0);
                 fill_row(&p->weights, p->dtype, n, h, i, p->keys + p->extra_keys, 0);
-                fill_row(&p->lse, rapt_accumulation_dtype(p->dtype), n, h, i, 1, -INFINITY);
+                fill_row(&p->lse, p->lse_dtype, n, h, i, 1, -INFINITY);
             }
         }
     }

@@ -186,8 +186,9 @@ typedef struct attn_problem {
     int64_t left, right, offset;
     const int64_t *offsets, *key_start, *key_lengths; /* [N], or NULL: offset for all, 0, up to S */
     bool average_weights;
-    rapt_view weights; /* [N,H,L,S'], or averaged [N,0,L,S'] */
-    rapt_view lse;     /* [N,H,L], f64 for f64, else f32 */
+    rapt_view weights;    /* [N,H,L,S'], or averaged [N,0,L,S'] */
+    rapt_view lse;        /* [N,H,L] */
+    rapt_dtype lse_dtype; /* the accumulation type, or f64 */
 } attn_problem;
 
 /* Where the gradient of an additive mask goes: [N,H,L,S], with a stride of 0 and a size of 1 where it is summed. */

@@ -30,7 +30,7 @@ static void add_part(linear_problem *linear, const mha_projection *projection, r
 typedef struct mha_scratch {
     char *q, *attended; /* [N, L, H*D] */
     char *k, *v;        /* [N, key_rows, Hk*D] */
-    char *lse;          /* [N, H, L] of the accumulation type, with a state, whose memory all of these then are */
+    char *lse;          /* [N, H, L] in f64, with a state, whose memory all of these then are */
     void *rotary;       /* of rapt_rotate_rows */
     int64_t *padding;   /* [N], for that */
     void *stage;        /* of the backend, for one step at a time */
@@ -156,7 +156,7 @@ static rapt_status reserve(mha_call *call, bool attends, mha_scratch *scratch) {
 
     size_t q = rapt_mha_rows_bytes(p, p->queries, p->heads * p->dim);
     size_t k = call->projects[2] ? rapt_mha_rows_bytes(p, call->key_rows, p->kv_heads * p->dim) : 0;
-    size_t lse = state != NULL ? (size_t)(p->batch * p->heads * p->queries) * rapt_accumulation_size(p->dtype) : 0;
+    size_t lse = state != NULL ? (size_t)(p->batch * p->heads * p->queries) * sizeof(double) : 0;
     size_t kept = 0, total = 0;
     const size_t kept_sizes[] = {q, q, k, k, lse};
     for (size_t i = 0; i < sizeof kept_sizes / sizeof *kept_sizes; i++) {
@@ -252,6 +252,7 @@ static attn_problem place(const mha_call *call, const mha_scratch *scratch) {
     rapt_mha_set_extra(&call->parts, &p);
     if (call->options.state != NULL) {
         p.lse = (rapt_view){.data = scratch->lse, .stride = {p.heads * p.queries, p.queries, 1}};
+        p.lse_dtype = RAPT_F64;
     }
     return p;
 }

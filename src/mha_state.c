@@ -40,8 +40,7 @@ void rapt_mha_state_fill(const mha_call *call, const attn_problem *p) {
     saved->key = tensor_of_heads(p, &p->k, p->kv_heads, p->keys);
     saved->value = tensor_of_heads(p, &p->v, p->kv_heads, p->keys);
     saved->attended = tensor_of_heads(p, &p->out, p->heads, p->queries);
-    saved->lse =
-        rapt_tensor_of(p->lse.data, rapt_accumulation_dtype(p->dtype), 3, (int64_t[]){p->batch, p->heads, p->queries});
+    saved->lse = rapt_tensor_of(p->lse.data, p->lse_dtype, 3, (int64_t[]){p->batch, p->heads, p->queries});
     saved->dropout = p->dropout;
     saved->dropout_seed = p->dropout_seed;
     saved->dropout_offset = p->dropout_offset;

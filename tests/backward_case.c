@@ -182,7 +182,8 @@ static void *make_scratch(size_t bytes) {
 backward_result run_forward_of(rapt_context *context, const backward_case *c) {
     const attention_case *f = &c->f;
     backward_result r = {.out = make_tensor(f->dtype, 4, (int64_t[]){f->n, f->heads, f->l, f->dv}),
-                         .lse = make_tensor(rapt_accumulation_dtype(f->dtype), 3, (int64_t[]){f->n, f->heads, f->l})};
+                         .lse = make_tensor(f->l % 2 != 0 ? RAPT_F64 : rapt_accumulation_dtype(f->dtype), 3,
+                                            (int64_t[]){f->n, f->heads, f->l})};
     rapt_options options = case_options(f);
     options.lse = &r.lse;
     if (c->d_weights.data != NULL) {

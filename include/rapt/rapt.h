@@ -306,7 +306,8 @@ typedef struct rapt_options {
     /* what else to return; S' is S plus a layer's extra keys (bias_kv first, then zero_attn) */
     bool per_head_weights;      /* weights for each head, not their average; both in the query's dtype */
     const rapt_tensor *weights; /* [N,L,S'], with per_head_weights [N,H,L,S']; no N when the query has none */
-    const rapt_tensor *lse; /* log-sum-exp of the scores [N,H,L] in f32, f64 for f64; no N when the query has none */
+    const rapt_tensor
+        *lse; /* log-sum-exp of the scores [N,H,L] in f64, or for other queries f32; no N when they have none */
 
     /* rapt_mha_functional only: projected keys and values, used instead of projecting key and value */
     const rapt_tensor *static_k, *static_v; /* [N*Hk, S, D] */
@@ -834,7 +835,8 @@ typedef struct rapt_attention_gradients {
 } rapt_attention_gradients;
 
 /* The backward of rapt_attention_forward, with the arguments of the forward and its result. options->lse is required, and
- * read: the forward's. options->weights is not read. With dropout, options give the seed and offset that the forward had.
+ * read: the forward's; in f64 it makes f32 gradients more exact where scores are large. options->weights is not read. With
+ * dropout, options give the seed and offset that the forward had.
  * d_out [N,H,L,Dv] is the gradient of out; d_weights that of the weights, in their shape, or NULL. */
 RAPT_API rapt_status rapt_attention_backward(rapt_context *context, const rapt_tensor *query, const rapt_tensor *key,
                                              const rapt_tensor *value, const rapt_options *options,
@@ -846,7 +848,7 @@ RAPT_API rapt_status rapt_attention_backward(rapt_context *context, const rapt_t
 typedef struct rapt_mha_saved {
     rapt_tensor query, key, value; /* projected, and turned by rotary positions: [N,H,L,D], [N,Hk,S,D], [N,Hk,S,D] */
     rapt_tensor attended;          /* before the output projection, [N,H,L,D] */
-    rapt_tensor lse;               /* [N,H,L] */
+    rapt_tensor lse;               /* [N,H,L] in f64 */
     double dropout;                /* that was in force: 0 in eval mode */
     uint64_t dropout_seed, dropout_offset;
     uint64_t version; /* of the layer */

@@ -15,6 +15,8 @@
 #include "cpu.h"
 #include "kernels/kernels.h"
 
+enum { ROW_STATS = 4 }; /* lse, lse_rest, factor and delta */
+
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t divide_up(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
@@ -32,7 +34,7 @@ typedef struct backward_plan {
     size_t row_table, key_table;    /* structs of a unit's blocks */
     size_t own_bytes, shared_bytes; /* a unit that a lane runs, or that lanes share */
     size_t lane_bytes;              /* scratch of a tile, and a row to store */
-    size_t stats_bytes;             /* lse, factor and delta of all rows, [3][N,H,L], for the pass over masks */
+    size_t stats_bytes;             /* those of all rows, [ROW_STATS][N,H,L], for the pass over masks */
 } backward_plan;
 
 typedef struct backward_unit {
@@ -54,7 +56,7 @@ static backward_plan make_plan(const rapt_context *context, const attn_problem *
     plan.q_bytes = rapt_size_mul(plan.real * CHAIN, rounded(p->dim));
     plan.v_bytes = rapt_size_mul(plan.real * CHAIN, rounded(p->value_dim));
     size_t blocks = rapt_size_add(rapt_size_mul(2, plan.q_bytes), plan.v_bytes); /* of rows: q, d_q, d_out */
-    plan.row_bytes = rapt_arena_size(rapt_size_add(blocks, 3 * plan.real * CHAIN));
+    plan.row_bytes = rapt_arena_size(rapt_size_add(blocks, ROW_STATS * plan.real * CHAIN));
     size_t transposed = rapt_size_add(plan.q_bytes, plan.v_bytes); /* of keys: k, v; then k_rows, d_k, d_v */
     plan.key_bytes = rapt_arena_size(rapt_size_add(blocks, transposed));
     plan.row_table = rapt_arena_size(rapt_size_mul(sizeof(attn_row_block), (size_t)plan.row_blocks));
@@ -71,7 +73,7 @@ static backward_plan make_plan(const rapt_context *context, const attn_problem *
         size_t block = rapt_size_add(plan.row_bytes, rapt_size_add(plan.key_bytes, plan.real * CHAIN * PANEL));
         plan.lane_bytes = rapt_size_add(plan.lane_bytes, block);
         size_t rows_in_all = rapt_size_mul((size_t)(p->batch * p->heads), (size_t)p->queries);
-        plan.stats_bytes = rapt_arena_size(rapt_size_mul(3 * plan.real, rows_in_all));
+        plan.stats_bytes = rapt_arena_size(rapt_size_mul(ROW_STATS * plan.real, rows_in_all));
     }
     return plan;
 }
@@ -127,8 +129,9 @@ static attn_row_block row_block_at(const backward_plan *plan, char *memory, attn
                             .d_q = memory + q,
                             .d_out = memory + 2 * q,
                             .lse = memory + 2 * q + v,
-                            .factor = memory + 2 * q + v + plan->real * CHAIN,
-                            .delta = memory + 2 * q + v + plan->real * CHAIN * 2};
+                            .lse_rest = memory + 2 * q + v + plan->real * CHAIN,
+                            .factor = memory + 2 * q + v + plan->real * CHAIN * 2,
+                            .delta = memory + 2 * q + v + plan->real * CHAIN * 3};
 }
 
 static attn_key_block key_block_at(const backward_plan *plan, char *memory, attn_keys keys) {
@@ -168,7 +171,7 @@ static attn_key_block *prepare_keys(const backward_job *job, const backward_unit
     return block;
 }
 
-/* Where the stats of a row are kept for the pass over masks: row's lse, then factor, then delta. */
+/* Where the stats of a row are kept for the pass over masks, each of them for all rows. */
 static char *stats_at(const backward_job *job, int which, int64_t n, int64_t head, int64_t query) {
     const attn_problem *p = job->problem;
     int64_t row = ((which * p->batch + n) * p->heads + head) * p->queries + query;
@@ -177,11 +180,11 @@ static char *stats_at(const backward_job *job, int which, int64_t n, int64_t hea
 
 static void keep_stats(const backward_job *job, const attn_row_block *block) {
     const attn_rows *rows = &block->rows;
-    const char *stats[3] = {block->lse, block->factor, block->delta};
+    const char *stats[ROW_STATS] = {block->lse, block->lse_rest, block->factor, block->delta};
     size_t real = job->plan.real;
     for (int64_t r = 0; r < rows->count && job->plan.stats_bytes > 0; r++) {
         int64_t row = rows->first + r, head = rows->first_head + row % rows->heads, query = row / rows->heads;
-        for (int i = 0; i < 3; i++) {
+        for (int i = 0; i < ROW_STATS; i++) {
             memcpy(stats_at(job, i, rows->n, head, query), stats[i] + real * (size_t)r, real);
         }
     }
@@ -389,8 +392,8 @@ static void run_mask(void *arg, int64_t item, int32_t lane) {
                                   .count = smaller(CHAIN, p->queries - b * CHAIN)};
                 attn_row_block rows = row_block_at(plan, memory, some);
                 job->kernels->backward_rows(job->gradients, &rows, scratch);
-                void *stats[3] = {rows.lse, rows.factor, rows.delta};
-                for (int i = 0; i < 3; i++) {
+                void *stats[ROW_STATS] = {rows.lse, rows.lse_rest, rows.factor, rows.delta};
+                for (int i = 0; i < ROW_STATS; i++) {
                     memcpy(stats[i], stats_at(job, i, n, h, b * CHAIN), plan->real * (size_t)some.count);
                 }
                 job->kernels->backward_mask(&rows, &key, job->gradients, sums_rows, sums, scratch);

@@ -118,7 +118,7 @@ static void attend(const attn_problem *p, int64_t n, int64_t h, int64_t i, ref_r
         }
         put(&p->out, p->dtype, n, h, i, d, out);
     }
-    if (p->lse.data != NULL) put(&p->lse, rapt_accumulation_dtype(p->dtype), n, h, i, 0, row->lse);
+    if (p->lse.data != NULL) put(&p->lse, p->lse_dtype, n, h, i, 0, row->lse);
 }
 
 static size_t attn_scratch(const rapt_context *context, const attn_problem *p) {

@@ -19,7 +19,6 @@ _attend = _core.attention
 _attend_backward = _core.attention_backward
 _NAMES = ("query", "key", "value", "attn_mask")
 _f64 = torch.float64
-_f32 = torch.float32
 
 
 def empty_out(query: Tensor, value: Tensor) -> Tensor:
@@ -31,10 +30,9 @@ def empty_out(query: Tensor, value: Tensor) -> Tensor:
 
 
 def empty_lse(query: Tensor) -> Tensor:
-    """[N, H, L], in the type of the sums."""
+    """[N, H, L], in float64: gradients are more exact than with the type of the sums."""
     n, h, length, _ = query.shape
-    dtype = query.dtype
-    return torch.empty((n, h, length), dtype=dtype if dtype is _f64 else _f32, device=query.device)
+    return torch.empty((n, h, length), dtype=_f64, device=query.device)
 
 
 def empty_weights(query: Tensor, key: Tensor, kind: int) -> Tensor:

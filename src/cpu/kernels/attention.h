@@ -360,7 +360,8 @@ static __attribute__((noinline)) void store_lse(const attn_rows *rows, const att
         double value = ((double)reference + rapt_log2((double)sum)) * 0x1.62e42fefa39efp-1; /* ln 2 */
         int64_t to =
             rows->n * lse->stride[0] + row_head(rows, r) * lse->stride[1] + row_query(rows, r) * lse->stride[2];
-        ((real *)(void *)lse->data)[to] = reference == (real)-INFINITY ? (real)-INFINITY : (real)value;
+        if (reference == (real)-INFINITY) value = -INFINITY;
+        rapt_element_store(lse->data, rows->problem->lse_dtype, to, value);
     }
 }
 

@@ -122,8 +122,13 @@ static void find_sole_keys(attn_row_block *block) {
     }
 }
 
-/* A log-sum-exp that is larger than this, by masks or by wild scores, is too coarse to compute weights from. */
-#define LSE_LIMIT ((real)65536)
+/* A log-sum-exp that is larger than this, by masks or by wild scores, is too coarse to compute weights from. In f64, which
+ * is there for accuracy and where nothing holds it more exactly, every one is. */
+#ifdef RAPT_KERNEL_F32
+#define LSE_LIMIT 65536.0
+#else
+#define LSE_LIMIT 0.0
+#endif
 
 static void load_lse(attn_row_block *block) {
     const attn_rows *rows = &block->rows;
@@ -132,13 +137,14 @@ static void load_lse(attn_row_block *block) {
     for (int64_t r = 0; r < rows->count; r++) {
         int64_t at =
             rows->n * view->stride[0] + row_head(rows, r) * view->stride[1] + row_query(rows, r) * view->stride[2];
-        real lse = ((const real *)(const void *)view->data)[at], power = (real)((double)lse * 0x1.71547652b82fep+0);
-        bool sees_nothing = lse == (real)-INFINITY;
+        double power = rapt_element_load(view->data, rows->problem->lse_dtype, at) * 0x1.71547652b82fep+0;
+        bool sees_nothing = power == -INFINITY;
         block->is_odd[r] = !sees_nothing && !(power < LSE_LIMIT && power > -LSE_LIMIT);
         block->has_odd_lse |= block->is_odd[r];
-        if (sees_nothing) power = (real)INFINITY;      /* all weights come out as 0 */
-        if (block->is_odd[r]) power = (real)-INFINITY; /* backward_odd_rows() begins here */
-        ((real *)block->lse)[r] = power;
+        if (sees_nothing) power = INFINITY;      /* all weights come out as 0 */
+        if (block->is_odd[r]) power = -INFINITY; /* backward_odd_rows() begins here */
+        ((real *)block->lse)[r] = (real)power;
+        ((real *)block->lse_rest)[r] = power - power == 0 ? (real)(power - (double)(real)power) : 0;
         ((real *)block->factor)[r] = block->is_odd[r] ? 0 : 1;
     }
 }
@@ -164,6 +170,7 @@ static __attribute__((noinline)) void leave_out_rows_without_gradient(attn_row_b
                 memset(q + d * CHAIN + r * width_at(p->dim, d), 0, (size_t)width_at(p->dim, d) * sizeof(real));
             }
             ((real *)block->lse)[r] = (real)INFINITY;
+            ((real *)block->lse_rest)[r] = 0;
             ((real *)block->delta)[r] = 0;
             block->is_odd[r] = false;
             ((real *)block->factor)[r] = 1;
@@ -224,11 +231,11 @@ typedef struct row_extras {
 } row_extras;
 
 /* Scores t and products dO V^T to W and dS. What is masked becomes -0 in both, which nothing else does. */
-INLINE void gradient_row(int64_t begin, int64_t end, real lse, real factor, real delta, const bool masks,
+INLINE void gradient_row(int64_t begin, int64_t end, real lse, real lse_rest, real factor, real delta, const bool masks,
                          const row_extras extras, real *t, real *dw) {
-    vec reference = v_all(lse), row_delta = v_all(delta);
+    vec reference = v_all(lse), rest = v_all(lse_rest), row_delta = v_all(delta);
     for (int64_t c = begin; c < end; c += LANES) {
-        vec score = v_load(t + c), p = v_weight(v_sub(score, reference), v_zero()), d = v_load(dw + c);
+        vec score = v_load(t + c), p = v_weight(v_sub(v_sub(score, reference), rest), v_zero()), d = v_load(dw + c);
         if (masks) p = v_mul(p, v_all(factor)); /* else it is 1 */
         vec w = p;
         if (extras.d_weights != NULL) d = v_add(d, v_load(extras.d_weights + c));
@@ -291,7 +298,8 @@ INLINE void gradient_rows(const attn_row_block *block, const attn_key_block *key
     }
     for (int64_t r = first; r < first + count; r++) {
         real *t = tile.weights + r * PANEL, *dw = tile.d_scores + r * PANEL;
-        real lse = ((const real *)block->lse)[r], delta = ((const real *)block->delta)[r];
+        real lse = ((const real *)block->lse)[r], rest = ((const real *)block->lse_rest)[r];
+        real delta = ((const real *)block->delta)[r];
         row_extras extras = {0};
         if (p->dropout > 0) {
             draw_row(p, rows->n, row_head(rows, r), row_query(rows, r), keys->first_key, PANEL, dropout_factor(p),
@@ -304,12 +312,13 @@ INLINE void gradient_rows(const attn_row_block *block, const attn_key_block *key
         }
         if (masks && range.begin < range.end) {
             mask_row(rows, keys, r, range.begin, range.end, padding, tile.bias, t);
-            gradient_row(range.begin, range.end, lse, ((const real *)block->factor)[r], delta, true, extras, t, dw);
+            gradient_row(range.begin, range.end, lse, rest, ((const real *)block->factor)[r], delta, true, extras, t,
+                         dw);
             if (block->has_sole_keys) settle_sole_key(block, keys, r, extras, tile.weights, tile.d_scores);
         } else if (extras.dropped != NULL || extras.d_weights != NULL) {
-            gradient_row(range.begin, range.end, lse, 1, delta, false, extras, t, dw);
+            gradient_row(range.begin, range.end, lse, rest, 1, delta, false, extras, t, dw);
         } else {
-            gradient_row(range.begin, range.end, lse, 1, delta, false, (row_extras){0}, t, dw);
+            gradient_row(range.begin, range.end, lse, rest, 1, delta, false, (row_extras){0}, t, dw);
         }
         for (int64_t c = 0; c < PANEL && masks; c += LANES) {
             if (c >= range.begin && c < range.end) continue;

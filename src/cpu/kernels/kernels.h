@@ -70,9 +70,9 @@ typedef struct attn_row_block {
     void *q;     /* scaled as for scores */
     void *d_out; /* the gradient of the result */
     void *d_q;   /* the sum so far, without the scale */
-    /* [64] each. A weight is 2^(score - lse) * factor; lse is +inf for a row that sees nothing. delta is what is taken off
-     * the gradient of each weight. */
-    void *lse, *factor, *delta;
+    /* [64] each. A weight is 2^(score - lse - lse_rest) * factor; lse is +inf for a row that sees nothing. delta is what is
+     * taken off the gradient of each weight. */
+    void *lse, *lse_rest, *factor, *delta;
     bool is_finite;     /* q and d_out */
     bool has_odd_lse;   /* of some row: the forward's is no number, or huge, so that it is computed again */
     bool is_odd[CHAIN]; /* which */
