@@ -843,8 +843,8 @@ RAPT_API rapt_status rapt_attention_backward(rapt_context *context, const rapt_t
                                              const rapt_tensor *out, const rapt_tensor *d_out,
                                              const rapt_tensor *d_weights, const rapt_attention_gradients *gradients);
 
-/* What a forward kept. The memory is the state's, until its next forward; inputs, masks and arrays of the options are
- * borrowed and must still be there, unchanged, for the backward. */
+/* What a forward kept. The memory is the state's, until its next forward; inputs, static keys and values, masks and arrays
+ * of the options are borrowed and must still be there, unchanged, for the backward. */
 typedef struct rapt_mha_saved {
     rapt_tensor query, key, value; /* projected, and turned by rotary positions: [N,H,L,D], [N,Hk,S,D], [N,Hk,S,D] */
     rapt_tensor attended;          /* before the output projection, [N,H,L,D] */

@@ -13,12 +13,8 @@
  * Gradients of masks take a pass of their own, over tiles of what a mask's element is summed from.
  */
 #include "cpu.h"
-#include "kernels/kernels.h"
 
 enum { ROW_STATS = 4 }; /* lse, lse_rest, factor and delta */
-
-static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t divide_up(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
 /* ---- sizes ---- */
 

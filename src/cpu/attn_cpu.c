@@ -14,7 +14,6 @@
  */
 #include "../cache.h"
 #include "cpu.h"
-#include "kernels/kernels.h"
 
 #include <math.h>
 
@@ -102,9 +101,7 @@ typedef struct attn_unit {
 
 enum { UNPACKED, BEING_PACKED, PACKED };
 
-static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static size_t smaller_size(size_t a, size_t b) { return a < b ? a : b; }
-static int64_t divide_up(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 static size_t product_of(int64_t a, int64_t b) { return rapt_size_mul((size_t)a, (size_t)b); }
 
 static size_t partial_size(const attn_plan *plan) {

@@ -3,6 +3,17 @@
 #define RAPT_CPU_CPU_H
 
 #include "../internal.h"
+#include "kernels/kernels.h"
+
+static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t divide_up(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+
+/* Features in panels of PANEL: how many there are, and of one of them the features, and those rounded up to COLUMNS. */
+static inline int64_t panels_of(int64_t features) { return divide_up(features, PANEL); }
+static inline int64_t columns_of(int64_t features, int64_t panel) { return smaller(PANEL, features - panel * PANEL); }
+static inline int64_t panel_width(int64_t features, int64_t panel) {
+    return rapt_round_up(columns_of(features, panel), COLUMNS);
+}
 
 /* Sets the context's isa and kernels: the one wanted, else the one that RAPT_ISA names, else the best. */
 rapt_status rapt_choose_isa(rapt_context *context, rapt_isa wanted);

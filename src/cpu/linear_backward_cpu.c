@@ -5,12 +5,6 @@
  *     d_bias   = the sum of dy   likewise
  */
 #include "cpu.h"
-#include "kernels/kernels.h"
-
-static int64_t panels_of(int64_t features) { return features / PANEL + (features % PANEL != 0); }
-static int64_t columns_of(int64_t features, int64_t panel) {
-    return features - panel * PANEL < PANEL ? features - panel * PANEL : PANEL;
-}
 
 /* ---- scratch: what dx needs, or what the parameters need, one after the other ---- */
 
@@ -69,9 +63,6 @@ typedef struct parameter_job {
 
 static char *panel_at(const parameter_job *job, char *panels, int64_t panel) {
     return panels + job->real * (size_t)(panel * PANEL * job->rows);
-}
-static int64_t panel_width(int64_t features, int64_t panel) {
-    return rapt_round_up(columns_of(features, panel), COLUMNS);
 }
 
 /* Items are the panels of dy, then those of x; each is packed by rows of all sequences. */

@@ -1,19 +1,11 @@
 /* linear_cpu.c - projections on the CPU: weights packed once into panels, products of row blocks and panels */
 #include "cpu.h"
-#include "kernels/kernels.h"
 
 /* Rows of x that pass over a panel together: as many as fit BLOCK_REALS with their features, which is what the second
  * cache holds beside a panel, but neither fewer nor more than these. */
 #define BLOCK_REALS 98304
 #define LEAST_BLOCK_ROWS 48
 #define MOST_BLOCK_ROWS 192
-
-static int64_t panel_width(int64_t features, int64_t panel) {
-    int64_t left = features - panel * PANEL;
-    return left >= PANEL ? PANEL : rapt_round_up(left, COLUMNS);
-}
-
-static int64_t panels_of(int64_t features) { return features / PANEL + (features % PANEL != 0); }
 
 /* Reals before a panel: all panels before it are PANEL wide, with their biases. */
 static int64_t panel_offset(int64_t features_in, int64_t panel) { return panel * PANEL * (features_in + 1); }
@@ -36,7 +28,7 @@ static void pack_panel(void *arg, int64_t panel, int32_t lane) {
     const pack_job *job = arg;
     const rapt_tensor *weight = job->weight, *bias = job->bias;
     int64_t features = weight->shape[0], inner = weight->shape[1], width = panel_width(features, panel);
-    int64_t columns = features - panel * PANEL < PANEL ? features - panel * PANEL : PANEL;
+    int64_t columns = columns_of(features, panel);
     size_t real = rapt_accumulation_size(weight->dtype), element = rapt_dtype_size(weight->dtype);
     char *to = job->packed + real * (size_t)panel_offset(inner, panel);
     const char *rows = (const char *)weight->data + panel * PANEL * weight->stride[0] * (int64_t)element;
@@ -112,7 +104,7 @@ static void run_block(void *arg, int64_t item, int32_t lane) {
     int64_t stride, width = panel_width(part->features, panel);
     const char *x = block_of_x(job, first, count, buffer, &stride);
     const char *weights = (const char *)part->packed + real * (size_t)panel_offset(p->features, panel);
-    int64_t columns = part->features - panel * PANEL < PANEL ? part->features - panel * PANEL : PANEL;
+    int64_t columns = columns_of(part->features, panel);
     bool writes_in_place = real == element && columns == width && part->y.stride[2] == 1 && !p->adds;
     if (!writes_in_place)
         job->kernels->linear_panel(x, stride, count, p->features, weights, width, partial, partial, width);
