@@ -3,6 +3,7 @@
 #define RAPT_CPU_KERNELS_ATTENTION_H
 
 #include "../../cache.h"
+#include "decode.h"
 #include "dropout.h"
 #include "masks.h"
 #include "product.h"
@@ -149,11 +150,11 @@ static void select_chain(int64_t rows, int64_t inner, const real *weights, const
     }
 }
 
-/* Values of the keys [first, first + inner) weighted by scores [count][CUT], into partial->out. */
-static void weigh_values(const attn_rows *rows, const attn_keys *keys, int64_t first, int64_t inner, bool mark_masked,
-                         const real *scores, attn_partial *partial) {
+/* Values of the keys [first, first + inner) weighted by scores [count][CUT], into partial->out, from a dimension on. */
+static void weigh_values(const attn_rows *rows, const attn_keys *keys, int64_t dimension, int64_t first, int64_t inner,
+                         bool mark_masked, const real *scores, attn_partial *partial) {
     int64_t ldo = partial->out_stride;
-    for (int64_t d = 0; d < ldo; d += PANEL) {
+    for (int64_t d = dimension; d < ldo; d += PANEL) {
         int64_t width = ldo - d < PANEL ? ldo - d : PANEL, stride = keys->v_in_place ? keys->v_stride : width;
         int64_t panel_at = keys->v_in_place ? d : d * keys->capacity;
         real *out = (real *)partial->out + d;
@@ -223,6 +224,12 @@ static __attribute__((noinline)) void drop_weights(const attn_rows *rows, const 
     }
 }
 
+/* Whether the cut is one that decode.h takes. */
+INLINE bool can_stream(const attn_rows *rows, const attn_keys *keys, tile_range range, const attn_partial *partial) {
+    return rows->count == 1 && range.begin == 0 && range.last == keys->keys && rows->problem->dropout == 0 &&
+           keys->dtype == REAL_DTYPE && !keys->k_in_place && !keys->v_in_place && partial->out_stride >= PANEL;
+}
+
 /* One cut for rows that see much the same columns of it. */
 static void attn_block(const attn_rows *rows, const attn_keys *keys, tile_range range, const real *q, real *scratch,
                        attn_partial *partial) {
@@ -232,6 +239,10 @@ static void attn_block(const attn_rows *rows, const attn_keys *keys, tile_range 
     /* Some of the keys that are weighed may be masked: by a mask, by the band, or before `begin` in its chain. */
     bool weighs_masked = has_mask || !range.all_seen || range.begin % CHAIN != 0;
     bool mark_masked = keys->has_non_finite_values && weighs_masked;
+    if (!weighs_masked && can_stream(rows, keys, range, partial) && stream_cut(keys, p->dim, q, scores, partial)) {
+        weigh_values(rows, keys, PANEL, 0, keys->keys, false, scores, partial);
+        return;
+    }
     tile_scores(rows, keys, q, range.begin, range.end, scores);
 
     /* Passes over the rows: in each of them no row waits for another. */
@@ -262,7 +273,7 @@ static void attn_block(const attn_rows *rows, const attn_keys *keys, tile_range 
     for (int64_t r = 0; r < rows->count && first < range.begin; r++) {
         for (int64_t c = first; c < range.begin; c++) scores[r * CUT + c] = (real)-0.0;
     }
-    weigh_values(rows, keys, first, inner, mark_masked, scores, partial);
+    weigh_values(rows, keys, 0, first, inner, mark_masked, scores, partial);
 }
 
 static bool attn_cut(const attn_rows *rows, const attn_keys *keys, const void *q, void *scratch,

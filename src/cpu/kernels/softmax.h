@@ -82,35 +82,46 @@ INLINE real largest_score(const real *t, int64_t begin, int64_t end) {
     return v_largest(largest[0]);
 }
 
+/* Weights of STEPS * COLUMNS scores of each of R rows, in place; `partial` adds them up, block after block. */
+enum { VECTORS = COLUMNS / LANES, ROWS_IN_STEP = VECTORS < IN_STEP ? IN_STEP / VECTORS : 1 };
+INLINE void weigh_columns(const int R, const int STEPS, real *t, bool mark_masked, const vec power[], vec partial[]) {
+    const int vectors = R * VECTORS, all = vectors * STEPS, N = all < IN_STEP ? all : IN_STEP;
+    UNROLL for (int first = 0; first < all; first += N) {
+        vec score[IN_STEP], weight[IN_STEP], reference[IN_STEP];
+        real *at[IN_STEP];
+        UNROLL for (int i = 0; i < N; i++) {
+            const int block = (first + i) / vectors, v = (first + i) % vectors;
+            at[i] = t + v / VECTORS * CUT + block * COLUMNS + v % VECTORS * LANES;
+            score[i] = v_load(at[i]);
+            reference[i] = power[v];
+        }
+        v_weights(N, score, reference, weight);
+        UNROLL for (int i = 0; i < N; i++) {
+            const int v = (first + i) % vectors;
+            if (mark_masked) weight[i] = v_where_masked(score[i], v_all((real)-0.0), weight[i]);
+            v_store(at[i], weight[i]);
+            partial[v] = v_add(partial[v], weight[i]);
+        }
+    }
+}
+
 /* Scores t[begin, end) of R rows, CUT apart, to weights in place; begin and end are multiples of COLUMNS. `reference` holds
  * the rows' largest scores and gets the powers that weights are relative to, `sum` gets their sums. Masked scores are
  * -inf; with mark_masked the weight of a masked key is -0 instead of +0. */
-enum { VECTORS = COLUMNS / LANES, ROWS_IN_STEP = VECTORS < IN_STEP ? IN_STEP / VECTORS : 1 };
 INLINE void softmax_rows(const int R, real *t, int64_t begin, int64_t end, bool mark_masked, real *reference,
                          real *sum) {
     enum { MOST = ROWS_IN_STEP * VECTORS };
-    const int vectors = R * VECTORS, N = vectors < IN_STEP ? vectors : IN_STEP;
+    const int vectors = R * VECTORS, STEPS = vectors < IN_STEP ? IN_STEP / vectors : 1;
     vec power[MOST], partial[MOST];
     UNROLL for (int v = 0; v < vectors; v++) {
         power[v] = v_round(v_all(reference[v / VECTORS]));
         partial[v] = v_zero();
     }
-    for (int64_t c = begin; c < end; c += COLUMNS) {
-        UNROLL for (int first = 0; first < vectors; first += N) {
-            vec score[IN_STEP], weight[IN_STEP];
-            real *at[IN_STEP];
-            UNROLL for (int v = 0; v < N; v++) {
-                at[v] = t + (first + v) / VECTORS * CUT + c + (first + v) % VECTORS * LANES;
-                score[v] = v_load(at[v]);
-            }
-            v_weights(N, score, power + first, weight);
-            UNROLL for (int v = 0; v < N; v++) {
-                if (mark_masked) weight[v] = v_where_masked(score[v], v_all((real)-0.0), weight[v]);
-                v_store(at[v], weight[v]);
-                partial[first + v] = v_add(partial[first + v], weight[v]);
-            }
-        }
+    int64_t c = begin;
+    for (; c + STEPS * COLUMNS <= end; c += STEPS * COLUMNS) {
+        weigh_columns(R, STEPS, t + c, mark_masked, power, partial);
     }
+    for (; c < end; c += COLUMNS) weigh_columns(R, 1, t + c, mark_masked, power, partial);
     UNROLL for (int r = 0; r < R; r++) {
         reference[r] = v_first(power[r * VECTORS]); /* the same in every lane */
         sum[r] = sum_of_columns(partial + r * VECTORS);
