@@ -155,6 +155,8 @@ def test_refusals():
     layer.requires_grad_(False)
     with pytest.raises(RuntimeError, match="no_grad"):
         layer(x.clone().requires_grad_(), x, x, cache=cache)
+    with pytest.raises(RuntimeError, match="no_grad"):
+        layer(x, x, x, attn_mask=torch.zeros(3, 3).requires_grad_(), cache=cache)
     with pytest.raises(NotImplementedError, match="float32"):
         layer(x.double(), x.double(), x.double(), cache=cache)
     with pytest.raises(NotImplementedError, match="CPU"):

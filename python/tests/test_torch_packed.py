@@ -196,6 +196,15 @@ def test_changes_of_what_is_no_parameter():
     same()
 
 
+def test_changes_of_settings():
+    layer = random_layer()
+    for name, value in (("batch_first", False), ("num_heads", 2 * H), ("add_zero_attn", True)):
+        before = packed(layer)
+        setattr(layer, name, value)
+        layer.head_dim = E // layer.num_heads
+        assert torch.equal(packed(layer), layer(X, X, X)[0].detach()) and not torch.equal(packed(layer), before)
+
+
 def test_inference_tensors():
     with torch.inference_mode():
         layer = random_layer()

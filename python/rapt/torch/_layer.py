@@ -35,8 +35,9 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _key(parameters: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-    return tuple(p if p is None else (p.data_ptr(), _version(p), p.dtype) for p in parameters)
+def _key(module: MultiheadAttention, parameters: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    settings = (module.num_heads, module.head_dim, module.batch_first, module.add_zero_attn)
+    return settings, *(p if p is None else (p.data_ptr(), _version(p), p.dtype) for p in parameters)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -51,7 +52,7 @@ class _Packed:
     """
 
     def __init__(self, module: MultiheadAttention, parameters: tuple[Tensor | None, ...]) -> None:
-        self.key = _key(parameters)
+        self.key = _key(module, parameters)
         self.kept = parameters  # memory with these addresses belongs to nobody else meanwhile
         self.fingerprint = _core.fingerprint(*parameters)  # before they are read: a write between the two shows
         named = {n: p for n, p in zip(WEIGHTS, parameters) if p is not None}
@@ -68,8 +69,10 @@ class _Packed:
         self.layer.commit()
         self.layer.train(False)
 
-    def is_current(self, parameters: tuple[Tensor | None, ...], frozen: bool) -> bool:
-        return self.key == _key(parameters) and (frozen or self.fingerprint == _core.fingerprint(*parameters))
+    def is_current(self, module: MultiheadAttention, parameters: tuple[Tensor | None, ...]) -> bool:
+        if self.key != _key(module, parameters):
+            return False
+        return module._rapt_frozen or self.fingerprint == _core.fingerprint(*parameters)
 
 
 def _takes_constant_mask(mask: Tensor) -> bool:
@@ -194,7 +197,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _packed(self, parameters: tuple[Tensor | None, ...]) -> _core.Layer:
         packed = self.__dict__.get("_rapt_packed")
-        if packed is None or not packed.is_current(parameters, self._rapt_frozen):
+        if packed is None or not packed.is_current(self, parameters):
             packed = self.__dict__["_rapt_packed"] = _Packed(self, parameters)
         return packed.layer
 
@@ -244,8 +247,10 @@ class MultiheadAttention(nn.MultiheadAttention):
             None, batch, capacity, dtype=stored, window=window, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim
         )  # fmt: skip
 
-    def _check_decoding(self, tensors: tuple[Tensor | None, ...], parameters: tuple[Tensor | None, ...]) -> None:
-        if _wants_gradient((*tensors, *parameters)):
+    def _check_decoding(
+        self, tensors: tuple[Tensor | None, ...], parameters: tuple[Tensor | None, ...], mask: Tensor | None = None
+    ) -> None:
+        if _wants_gradient((*tensors, *parameters, mask)):
             raise RuntimeError("rapt: a cache has no gradient: decode within torch.no_grad() or inference_mode()")
         if self.training and self.dropout > 0:
             raise RuntimeError("rapt: a cache does without dropout: call eval() before decoding")
@@ -271,7 +276,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if query is None or query.dim() not in (2, 3):
             raise RuntimeError("rapt: query is expected to have two or three dimensions")
         parameters = _parameters(self)
-        self._check_decoding(inputs, parameters)
+        self._check_decoding(inputs, parameters, options["attn_mask"])
         keys = 0
         if kind:
             added = options["append_lengths"]
