@@ -1,6 +1,8 @@
 """rapt.torch.MultiheadAttention with a cache, and with rotary positions."""
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 
@@ -163,8 +165,13 @@ def test_refusals():
         layer(x.to("meta"), x, x, cache=cache)
     with pytest.raises(RuntimeError, match="key_padding_mask cannot stand beside a cache"):
         layer(x, x, x, cache=cache, key_padding_mask=torch.zeros(N, 3, dtype=torch.bool))
-    with pytest.raises(RuntimeError, match="KVCache"):
-        layer(x, x, x, need_weights=False, cache=object())
+    for need in (True, False):
+        with pytest.raises(TypeError, match="KVCache"):
+            layer(x, x, x, need_weights=need, cache=object())
+    with pytest.raises(TypeError, match="KVCache"):
+        layer.append(x, x, None)
+    with pytest.raises(RuntimeError, match="rapt"):
+        layer.append(x[..., :5], x, cache)
     with pytest.raises(RuntimeError, match="dimensions"):
         layer(x[None], x[None], x[None], cache=cache)
     for options in ({"append_lengths": [1, 2]}, {"key": None}, {"value": None}):
@@ -199,13 +206,28 @@ def test_compiled_code_leaves_the_graph_for_a_cache():
     layer = make(batch_first=True, num_kv_heads=2).requires_grad_(False)
     x = tokens(layer, 6)
     expected = layer(x, x, x, attn_mask=later(6))[0] * 2
-    cache = layer.new_cache(N, 6)
+    cache, filled = layer.new_cache(N, 6), layer.new_cache(N, 6)
+    layer.append(x, x, filled)
+    other = layer.new_cache(N, 6)
 
     @torch.compile(backend="aot_eager")
     def step(t):
+        layer.append(t + 0, t + 0, other)
         return layer(t, t, t, is_causal=True, cache=cache, need_weights=False)[0] * 2
 
     assert torch.equal(torch.cat([step(t) for t in x.split(1, 1)], 1), expected)
+    for ours, theirs in zip(other.export(), filled.export()):
+        assert (ours == theirs).all()
+    compiled = torch.compile(layer, backend="aot_eager")
+    cache.clear()
+    out = [compiled(t, t, t, is_causal=True, cache=cache)[0] * 2 for t in x.split(1, 1)]
+    assert torch.equal(torch.cat(out, 1), expected)
+
+
+def test_the_compiler_is_imported_by_need_only():
+    code = "import sys, torch\nbefore = 'torch._dynamo' in sys.modules\nimport rapt.torch\n"
+    code += "assert before or 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # ---- rotary positions without a cache ----

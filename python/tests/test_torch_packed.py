@@ -205,6 +205,20 @@ def test_changes_of_settings():
         assert torch.equal(packed(layer), layer(X, X, X)[0].detach()) and not torch.equal(packed(layer), before)
 
 
+@pytest.mark.parametrize("missing", ["in_proj_bias", "out_proj.bias"])
+def test_one_bias_of_two(missing):
+    theirs = nn.MultiheadAttention(E, H, batch_first=True).eval()
+    nn.init.normal_(theirs.in_proj_bias)
+    nn.init.normal_(theirs.out_proj.bias)
+    module = theirs.out_proj if "." in missing else theirs
+    setattr(module, missing.split(".")[-1], None)
+    ours = rapt.torch.convert(copy.deepcopy(theirs))
+    expected = theirs(X, X, X)[0]
+    with torch.no_grad():
+        torch.testing.assert_close(ours(X, X, X)[0], expected, atol=1e-5, rtol=1e-5)
+    assert "_rapt_packed" in vars(ours)
+
+
 def test_inference_tensors():
     with torch.inference_mode():
         layer = random_layer()

@@ -58,14 +58,18 @@ class _Packed:
         named = {n: p for n, p in zip(WEIGHTS, parameters) if p is not None}
         self.layer = _core.Layer(
             embed_dim=module.embed_dim, num_heads=module.num_heads, num_kv_heads=module.num_kv_heads,
-            head_dim=module.head_dim, kdim=module.kdim, vdim=module.vdim, bias=module.in_proj_bias is not None,
-            add_bias_kv=module.bias_k is not None, add_zero_attn=module.add_zero_attn,
-            batch_first=module.batch_first, dtype=_name(module.out_proj.weight.dtype),
+            head_dim=module.head_dim, kdim=module.kdim, vdim=module.vdim,
+            bias="in_proj_bias" in named or "out_proj_bias" in named, add_bias_kv=module.bias_k is not None,
+            add_zero_attn=module.add_zero_attn, batch_first=module.batch_first, dtype=_name(module.out_proj.weight.dtype),
         )  # fmt: skip
         with torch.no_grad():
             for name, memory in self.layer.tensors().items():
                 target = torch.from_dlpack(memory)
-                target.copy_(named[name.replace("out_proj.", "out_proj_")].reshape(target.shape))
+                source = named.get(name.replace("out_proj.", "out_proj_"))
+                if source is None:  # one of two biases, of a module that was changed
+                    target.zero_()
+                else:
+                    target.copy_(source.reshape(target.shape))
         self.layer.commit()
         self.layer.train(False)
 
@@ -83,6 +87,11 @@ def _takes_constant_mask(mask: Tensor) -> bool:
 
 def _wants_gradient(tensors: tuple[Tensor | None, ...]) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _outside_graphs(method: Any) -> Any:
+    """The method, for which compiled code leaves its graph. (As a decorator it would import the compiler: seconds.)"""
+    return torch.compiler.disable(method) if _is_compiling() else method
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -240,7 +249,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         """A cache for `forward`: room for `capacity` positions of each of `batch` sequences.
 
         dtype is what is stored, the weights' if not given. With a window, a query sees that many positions, its own
-        included, and older ones make room.
+        included, and older ones make room. `freeze_weights` makes decoding about twice as fast.
         """
         stored = _name(self.out_proj.weight.dtype if dtype is None else dtype)
         return KVCache(
@@ -248,8 +257,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         )  # fmt: skip
 
     def _check_decoding(
-        self, tensors: tuple[Tensor | None, ...], parameters: tuple[Tensor | None, ...], mask: Tensor | None = None
+        self, cache: Any, tensors: tuple[Tensor | None, ...], parameters: tuple[Tensor | None, ...], mask: Any = None
     ) -> None:
+        if not isinstance(cache, KVCache):
+            raise TypeError(f"rapt: cache is {type(cache)}, expected a KVCache, as new_cache() makes it")
         if _wants_gradient((*tensors, *parameters, mask)):
             raise RuntimeError("rapt: a cache has no gradient: decode within torch.no_grad() or inference_mode()")
         if self.training and self.dropout > 0:
@@ -261,14 +272,18 @@ class MultiheadAttention(nn.MultiheadAttention):
             if t is not None and not (takes(t) and t.dtype is dtype):
                 raise NotImplementedError(f"rapt: a cache needs dense tensors on the CPU, all of the weights' {dtype}")
 
-    @torch.compiler.disable
     def append(self, key: Tensor, value: Tensor, cache: KVCache, lengths: Any = None) -> None:
         """Projects an encoder's keys and values into a cache, for forwards with key and value None."""
-        parameters = _parameters(self)
-        self._check_decoding((key, value), parameters)
-        self._packed(parameters).append(key, value, cache, lengths)
+        _outside_graphs(self._append)(key, value, cache, lengths)
 
-    @torch.compiler.disable
+    def _append(self, key: Tensor, value: Tensor, cache: KVCache, lengths: Any) -> None:
+        parameters = _parameters(self)
+        self._check_decoding(cache, (key, value), parameters)
+        try:
+            self._packed(parameters).append(key, value, cache, lengths)
+        except (ValueError, TypeError) as error:
+            raise RuntimeError(f"rapt: {error}") from None
+
     def _decode(
         self, inputs: tuple[Tensor | None, ...], cache: KVCache, options: dict[str, Any], kind: int
     ) -> tuple[Tensor, Tensor | None]:
@@ -276,7 +291,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if query is None or query.dim() not in (2, 3):
             raise RuntimeError("rapt: query is expected to have two or three dimensions")
         parameters = _parameters(self)
-        self._check_decoding(inputs, parameters, options["attn_mask"])
+        self._check_decoding(cache, inputs, parameters, options["attn_mask"])
         keys = 0
         if kind:
             added = options["append_lengths"]
@@ -318,7 +333,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                 "attn_mask": attn_mask, "key_padding_mask": key_padding_mask, "append_lengths": append_lengths,
                 "causal": is_causal and attn_mask is None, "rotary": turns,
             }  # fmt: skip
-            return self._decode((query, key, value), cache, options, kind)
+            return _outside_graphs(self._decode)((query, key, value), cache, options, kind)
         if append_lengths is not None or key is None or value is None:
             raise RuntimeError("rapt: append_lengths, and None for key and value, need a cache")
         if is_causal and attn_mask is None:
