@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from rapt import _core
 from rapt._cache import KVCache
@@ -60,7 +61,8 @@ class _Packed:
             embed_dim=module.embed_dim, num_heads=module.num_heads, num_kv_heads=module.num_kv_heads,
             head_dim=module.head_dim, kdim=module.kdim, vdim=module.vdim,
             bias="in_proj_bias" in named or "out_proj_bias" in named, add_bias_kv=module.bias_k is not None,
-            add_zero_attn=module.add_zero_attn, batch_first=module.batch_first, dtype=_name(module.out_proj.weight.dtype),
+            add_zero_attn=module.add_zero_attn, batch_first=module.batch_first,
+            dtype=_name(module.out_proj.weight.dtype),
         )  # fmt: skip
         with torch.no_grad():
             for name, memory in self.layer.tensors().items():
@@ -155,7 +157,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         for name, size in sizes.items():
             if getattr(self, name) is not None:
                 setattr(self, name, nn.Parameter(torch.empty(size, device=device, dtype=dtype)))
-        self.out_proj = type(self.out_proj)(rows, embed_dim, bias=bias, device=device, dtype=dtype)
+        self.out_proj = NonDynamicallyQuantizableLinear(rows, embed_dim, bias=bias, device=device, dtype=dtype)
         # PyTorch's encoder layers have short cuts for an in_proj_weight of 3 * embed_dim rows; this closes them.
         self._qkv_same_embed_dim = False
         self._reset_parameters()
