@@ -12,6 +12,7 @@ Python_add_library(rapt_python MODULE
   python/src/cache.c
   python/src/contexts.c
   python/src/fields.c
+  python/src/fingerprint.c
   python/src/functional.c
   python/src/layer.c
   python/src/module.c

@@ -59,5 +59,9 @@ class KVCache(_core.Cache):
         self.export_to(keys, values)
         return keys, values
 
+    def longest(self, added: Any = 0) -> int:
+        """The longest sequence's length, if `added` more positions come to all, or so many to each."""
+        return int(np.max(np.asarray(self.lengths()) + np.asarray(added)))
+
     def __repr__(self) -> str:
         return "KVCache(" + ", ".join(f"{name}={value!r}" for name, value in self.settings().items()) + ")"

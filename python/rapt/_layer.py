@@ -148,7 +148,7 @@ class MultiheadAttention:
         ):  # at the first key: not the default, so that nobody gets it unasked
             options["right"] = min(0, options.get("right") or 0)
         if rotary is not None:
-            options["rotary"] = _rotary(rotary)
+            options["rotary"] = rotary_fields(rotary)
 
         shape = tuple(query.shape)
         out, weights = empty_like(query, shape, None), None
@@ -175,10 +175,9 @@ class MultiheadAttention:
         if cache is None:
             keys = key.shape[length_at] if len(key.shape) == len(shape) else 0
         elif key is None:
-            keys = max(cache.lengths())
+            keys = cache.longest()
         else:
-            added = shape[length_at] if append_lengths is None else np.asarray(append_lengths)
-            keys = int(np.max(np.asarray(cache.lengths()) + added))
+            keys = cache.longest(shape[length_at] if append_lengths is None else append_lengths)
         heads = () if average else (self.num_heads,)
         return (*batch, *heads, shape[length_at] if len(shape) > 1 else 0, keys + self._extra_keys)
 
@@ -338,7 +337,8 @@ def _scheme(name: str) -> int:
     return _core.schemes.index(name)
 
 
-def _rotary(settings: Mapping[str, Any]) -> dict[str, Any]:
+def rotary_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings as the binding takes them, with the scaling's number for its name."""
     scaling = settings.get("scaling", "plain")
     if scaling not in _ROTARY_SCALINGS:
         raise ValueError(f"rotary scaling is {scaling!r}, expected one of {', '.join(_ROTARY_SCALINGS)}")

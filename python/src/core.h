@@ -7,6 +7,7 @@
  *     arrays.c     Python's arrays as rapt_tensor; memory of Rapt as arrays
  *     contexts.c   a context for each thread, one pool for all, errors as exceptions
  *     fields.c     keywords into the fields of a struct
+ *     fingerprint.c whether arrays still hold the same bytes
  *     attention.c  the operator and its backward
  *     sdpa.c       the operator with PyTorch's meaning
  *     layer.c      layers, made or loaded
@@ -141,6 +142,11 @@ PyObject *core_copy(PyObject *module, PyObject *args);
 PyObject *core_attention(PyObject *module, PyObject *args, PyObject *keywords);
 PyObject *core_attention_backward(PyObject *module, PyObject *args, PyObject *keywords);
 PyObject *core_sdpa(PyObject *module, PyObject *args);
+
+/* ---- fingerprint.c ---- */
+
+extern const char core_fingerprint_doc[];
+PyObject *core_fingerprint(PyObject *module, PyObject *arrays);
 
 /* ---- functional.c, layer.c, state.c, cache.c ---- */
 

@@ -131,16 +131,18 @@ def _merged_mask(attn_mask: Tensor | None, padding: Tensor | None, query: Tensor
     return merged.to(query.dtype) if merged.dtype not in (query.dtype, torch.float32) else merged
 
 
-def _project(query: Tensor, key: Tensor, value: Tensor, w: dict[str, Any]) -> list[Tensor]:
+def _project(query: Tensor, key: Tensor, value: Tensor, w: dict[str, Any], groups: int) -> list[Tensor]:
+    """Heads of queries side by side, and those of keys and values, of which each serves a group of the queries'."""
     size = w["out_proj_weight"].shape[1]
-    biases = (None,) * 3 if w["in_proj_bias"] is None else w["in_proj_bias"].split(size)
+    sizes = [size, size // groups, size // groups]
+    biases = (None,) * 3 if w["in_proj_bias"] is None else w["in_proj_bias"].split(sizes)
     matrices = w["in_proj_weight"]
     if matrices is None:
         matrices = [w["q_proj_weight"], w["k_proj_weight"], w["v_proj_weight"]]
     elif query is key and key is value:
-        return list(F.linear(query, matrices, w["in_proj_bias"]).split(size, -1))
+        return list(F.linear(query, matrices, w["in_proj_bias"]).split(sizes, -1))
     else:
-        matrices = matrices.split(size)
+        matrices = matrices.split(sizes)
     return [F.linear(x, m, b) for x, m, b in zip((query, key, value), matrices, biases)]
 
 
@@ -150,21 +152,25 @@ def _written_out(
     query, key, value, attn_mask, padding, static_k, static_v, *weights = tensors
     w = dict(zip(WEIGHTS, weights))
     heads = settings["num_heads"]
+    shared = settings.get("num_kv_heads", heads)
     batched = query.ndim == 3
-    projected = _project(query, key, value, w)
+    projected = _project(query, key, value, w, heads // shared)
     if not settings["batch_first"] and batched:
         projected = [p.transpose(0, 1) for p in projected]
-    q, k, v = (p.reshape(-1, *p.shape[-2:]).unflatten(-1, (heads, -1)).transpose(1, 2) for p in projected)
+    q, k, v = (
+        p.reshape(-1, *p.shape[-2:]).unflatten(-1, (h, -1)).transpose(1, 2)
+        for p, h in zip(projected, (heads, shared, shared))
+    )
     if static_k is not None:
         k = static_k.unflatten(0, (-1, heads))
     if static_v is not None:
         v = static_v.unflatten(0, (-1, heads))
     before = k.shape[2]
     if w["bias_k"] is not None:
-        k = _add_key(k, w["bias_k"].reshape(1, heads, 1, -1))
-        v = _add_key(v, w["bias_v"].reshape(1, heads, 1, -1))
+        k = _add_key(k, w["bias_k"].reshape(1, shared, 1, -1))
+        v = _add_key(v, w["bias_v"].reshape(1, shared, 1, -1))
     if settings["add_zero_attn"]:
-        k, v = (_add_key(t, t.new_zeros(1, heads, 1, t.shape[-1])) for t in (k, v))
+        k, v = (_add_key(t, t.new_zeros(1, shared, 1, t.shape[-1])) for t in (k, v))
     mask = _merged_mask(attn_mask, padding, q, k.shape[2] - before)
     q, k, v, mask = lowered(q, k, v, mask)
     options = dict(options, dropout=settings["dropout"])
@@ -181,16 +187,12 @@ def _written_out(
 # ---- the function ----
 
 
-def _refuse(
-    query: Tensor, attn_mask: Tensor | None, is_causal: bool, embed_dim: int, num_heads: int, keys: int
-) -> None:
+def _refuse(query: Tensor, attn_mask: Tensor | None, is_causal: bool, embed_dim: int, keys: int) -> None:
     """What Rapt would take, but PyTorch does not."""
     if is_causal and attn_mask is None:
         raise RuntimeError("rapt: is_causal is a hint about attn_mask, which is needed with it, as in PyTorch")
     if query.shape[-1] != embed_dim:
         raise AssertionError(f"rapt: query's embedding dimension is {query.shape[-1]}, expected {embed_dim}")
-    if embed_dim % num_heads:
-        raise AssertionError(f"rapt: num_heads {num_heads} does not divide embed_dim {embed_dim}")
     if attn_mask is not None and (attn_mask.ndim not in (2, 3) or attn_mask.shape[-1] != keys):
         raise RuntimeError(f"rapt: attn_mask has the shape {tuple(attn_mask.shape)}, expected [L, S] or [N*H, L, S]")
 
@@ -204,6 +206,8 @@ def forward(
     batch_first: bool,
     kind: int,
     is_causal: bool,
+    num_kv_heads: int | None = None,
+    rotary: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor | None] | None:
     """The layer on the tensors that _INPUTS and WEIGHTS name; None: they are not for Rapt."""
     query, key, value, attn_mask, padding, static_k, static_v, *weights = tensors
@@ -221,10 +225,12 @@ def forward(
         masks_fit = masks_fit and (m is None or m.dtype in (torch.bool, query.dtype))
     source = key if static_k is None else static_k
     keys = source.shape[-2] if static_k is not None or batch_first or source.ndim == 2 else source.shape[0]
-    _refuse(query, attn_mask, is_causal, embed_dim, num_heads, keys)
+    _refuse(query, attn_mask, is_causal, embed_dim, keys)
     settings = {
         "num_heads": num_heads, "add_zero_attn": add_zero_attn, "dropout": dropout, "batch_first": batch_first,
     }  # fmt: skip
+    if num_kv_heads is not None:
+        settings["num_kv_heads"] = num_kv_heads
     dtype = query.dtype
     eager = not compiling and in_eager_mode()
     if (
@@ -234,8 +240,12 @@ def forward(
         or (static_k is None) != (static_v is None)
         or any(t is not None and t.dtype is not dtype for t in (key, value, static_k, static_v, *weights))
     ):
+        if rotary is not None:
+            raise NotImplementedError("rapt: rotary needs eager mode without autocast, and tensors of one type")
         return _written_out(settings, {}, tensors, kind, eager)
-    options = {"dropout_seed": int(draw_seed())} if dropout > 0 else {}
+    options: dict[str, Any] = {"dropout_seed": int(draw_seed())} if dropout > 0 else {}
+    if rotary is not None:
+        options["rotary"] = rotary
     keys += (weights[5] is not None) + add_zero_attn
     try:
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
@@ -277,6 +287,8 @@ def multi_head_attention_forward(
 
     A query that sees no key attends to nothing: zeros and not NaN. is_causal is a hint about attn_mask, which is used.
     """
+    if embed_dim_to_check % num_heads:
+        raise AssertionError(f"rapt: num_heads {num_heads} does not divide embed_dim {embed_dim_to_check}")
     if use_separate_proj_weight:
         in_proj_weight = None
     else:
