@@ -237,6 +237,7 @@ typedef struct linear_gradients {
     rapt_view dx;                                     /* [N, L, K]; data NULL: not wanted, as for the next two */
     rapt_tensor d_weight, d_bias;                     /* [O, K], [O] */
     bool adds_dx, adds_parameters;                    /* to what is there */
+    bool hides_rows; /* a row of dy that is all zero adds nothing to d_weight, even if x is NaN or infinite there */
 } linear_gradients;
 
 struct rapt_backend_table {

@@ -10,8 +10,6 @@
  */
 #include "mha.h"
 
-#include <math.h>
-
 enum { QUERY, KEY, VALUE };
 
 /* Memory between the steps. */
@@ -19,7 +17,6 @@ typedef struct backward_scratch {
     char *d_attended;        /* [N, L, H*D] */
     char *d_heads[3];        /* dq, dk, dv: [N, L, H*D], [N, S, Hk*D], or columns of one buffer as the plan says */
     char *extra_k, *extra_v; /* [N, Hk, extra, D] of the accumulation type */
-    char *x;                 /* [N, L or S, features]: an input without what hidden rows hold */
     void *rotary;            /* of rapt_rotate_rows */
     int64_t *padding;        /* [N], for that */
     void *stage;             /* of the backend, for one step at a time */
@@ -215,6 +212,7 @@ static void plan_parameters(const mha_backward *b, const backward_scratch *scrat
         linear->d_weight = parameters->weight;
         linear->d_bias = parameters->bias;
         linear->adds_parameters = b->accumulate;
+        linear->hides_rows = plan->hides;
         if (is_one) {
             linear->features_out = linear->d_weight.shape[0] = linear->d_bias.shape[0] = plan->row[QUERY];
         }
@@ -247,18 +245,6 @@ static size_t stage_bytes(const mha_backward *b, const backward_plan *plan) {
     for (int i = 0; i < plan->count; i++) {
         if (!has_rows(&plan->input[i])) continue;
         size_t bytes = backend->linear_backward_scratch(b->context, &plan->input[i]);
-        if (bytes > most) most = bytes;
-    }
-    return most;
-}
-
-/* The largest input whose parameters' gradients are wanted. */
-static size_t input_bytes(const mha_backward *b, const backward_plan *plan) {
-    size_t most = 0;
-    for (int i = 0; i < plan->count && plan->hides; i++) {
-        const linear_gradients *linear = &plan->input[i];
-        if (linear->dx.data != NULL) continue;
-        size_t bytes = rapt_mha_rows_bytes(&b->state->problem, linear->length, linear->features_in);
         if (bytes > most) most = bytes;
     }
     return most;
@@ -301,9 +287,9 @@ static rapt_status reserve(mha_backward *b, backward_plan *plan, backward_scratc
     *scratch = (backward_scratch){
         .d_attended = anywhere, .d_heads = {anywhere, anywhere, anywhere}, .extra_k = anywhere, .extra_v = anywhere};
     finish_plan(b, scratch, plan);
-    size_t stage = stage_bytes(b, plan), x = input_bytes(b, plan), total = 0;
+    size_t stage = stage_bytes(b, plan), total = 0;
     const size_t sizes[] = {attended, heads[0], heads[1], heads[2], extra_k, extra_v,
-                            extra,    extra,    turns,    padding,  stage,   x};
+                            extra,    extra,    turns,    padding,  stage};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) total = rapt_size_add(total, rapt_arena_size(sizes[i]));
     rapt_arena *arena = &context->arena;
     if (!rapt_arena_reserve(arena, &context->allocator, total)) return rapt_fail_memory(context, total);
@@ -312,7 +298,6 @@ static rapt_status reserve(mha_backward *b, backward_plan *plan, backward_scratc
     take_heads(plan, arena, heads, rapt_dtype_size(p->dtype), scratch);
     scratch->extra_k = rapt_arena_take(arena, extra_k);
     scratch->extra_v = rapt_arena_take(arena, extra_v);
-    scratch->x = rapt_arena_take(arena, x);
     scratch->rotary = rapt_arena_take(arena, turns);
     scratch->padding = rapt_arena_take(arena, padding);
     scratch->stage = rapt_arena_take(arena, stage);
@@ -369,42 +354,6 @@ static void sum_extra(const mha_backward *b, const char *sums, const rapt_tensor
     }
 }
 
-static double row_element(const rapt_view *rows, rapt_dtype dtype, int64_t n, int64_t l, int64_t feature) {
-    return rapt_load(rows->data, dtype, n * rows->stride[0] + l * rows->stride[1] + feature * rows->stride[2]);
-}
-
-/* Whether a row has no gradient, but something in it that would spoil the sum of a product with zero. */
-static bool spoils(const linear_gradients *g, int64_t n, int64_t l) {
-    for (int64_t f = 0; f < g->features_out; f++) {
-        if (row_element(&g->dy, g->dtype, n, l, f) != 0) return false;
-    }
-    for (int64_t f = 0; f < g->features_in; f++) {
-        if (!isfinite(row_element(&g->x, g->dtype, n, l, f))) return true;
-    }
-    return false;
-}
-
-/* NaN and infinity in rows that are hidden from everyone reach no gradient: where there are any, the sums read a copy of
- * x that has zeros there. */
-static void leave_out_hidden(const linear_gradients *given, char *memory, linear_gradients *linear) {
-    int64_t batch = given->batch, length = given->length, row = given->features_in;
-    size_t row_bytes = (size_t)row * rapt_dtype_size(given->dtype);
-    bool is_copy = false;
-    *linear = *given;
-    for (int64_t at = 0; at < batch * length; at++) {
-        if (!spoils(given, at / length, at % length)) continue;
-        if (!is_copy) {
-            int64_t shape[3] = {batch, length, row};
-            rapt_tensor from = rapt_tensor_strided(given->x.data, given->dtype, 3, shape, given->x.stride);
-            rapt_tensor to = rapt_tensor_of(memory, given->dtype, 3, shape);
-            rapt_copy_elements(&from, &to);
-            linear->x = rapt_mha_rows_view(memory, length, row);
-            is_copy = true;
-        }
-        memset(memory + (size_t)at * row_bytes, 0, row_bytes);
-    }
-}
-
 static void run_linear(const mha_backward *b, const linear_gradients *linear, void *stage) {
     if (has_rows(linear)) {
         b->context->backend->linear_backward(b->context, linear, stage);
@@ -439,11 +388,7 @@ static rapt_status compute(mha_backward *b) {
     turn_back(b, &plan, &scratch);
     sum_extra(b, scratch.extra_k, &b->parameters.bias_k);
     sum_extra(b, scratch.extra_v, &b->parameters.bias_v);
-    for (int i = 0; i < plan.count; i++) {
-        linear_gradients linear = plan.input[i];
-        if (plan.hides && linear.dx.data == NULL) leave_out_hidden(&plan.input[i], scratch.x, &linear);
-        run_linear(b, &linear, scratch.stage);
-    }
+    for (int i = 0; i < plan.count; i++) run_linear(b, &plan.input[i], scratch.stage);
     return RAPT_OK;
 }
 

@@ -59,6 +59,7 @@ typedef struct parameter_job {
     char *x, *dy, *lanes;
     size_t real;
     int64_t rows;
+    atomic_bool has_non_finite_x;
 } parameter_job;
 
 static char *panel_at(const parameter_job *job, char *panels, int64_t panel) {
@@ -68,7 +69,7 @@ static char *panel_at(const parameter_job *job, char *panels, int64_t panel) {
 /* Items are the panels of dy, then those of x; each is packed by rows of all sequences. */
 static void pack_panel(void *arg, int64_t panel, int32_t lane) {
     (void)lane;
-    const parameter_job *job = arg;
+    parameter_job *job = arg;
     const linear_gradients *g = job->gradients;
     int64_t outputs = panels_of(g->features_out);
     bool is_x = panel >= outputs;
@@ -77,10 +78,33 @@ static void pack_panel(void *arg, int64_t panel, int32_t lane) {
     const rapt_view *from = is_x ? &g->x : &g->dy;
     char *to = panel_at(job, is_x ? job->x : job->dy, panel);
     int64_t element = (int64_t)rapt_dtype_size(g->dtype);
+    bool is_finite = true;
     for (int64_t n = 0; n < g->batch; n++) {
-        job->kernels->pack_rows(to + job->real * (size_t)(n * g->length * width), width,
-                                from->data + element * (n * from->stride[0] + panel * PANEL * from->stride[2]),
-                                g->dtype, g->length, columns_of(features, panel), from->stride[1], from->stride[2]);
+        is_finite &=
+            job->kernels->pack_rows(to + job->real * (size_t)(n * g->length * width), width,
+                                    from->data + element * (n * from->stride[0] + panel * PANEL * from->stride[2]),
+                                    g->dtype, g->length, columns_of(features, panel), from->stride[1], from->stride[2]);
+    }
+    if (is_x && !is_finite) atomic_store_explicit(&job->has_non_finite_x, true, memory_order_relaxed);
+}
+
+static bool is_zero_row(const parameter_job *job, int64_t row) {
+    rapt_dtype type = rapt_accumulation_dtype(job->gradients->dtype);
+    for (int64_t o = 0; o < job->gradients->features_out; o++) {
+        int64_t width = panel_width(job->gradients->features_out, o / PANEL);
+        if (rapt_load(panel_at(job, job->dy, o / PANEL), type, row * width + o % PANEL) != 0) return false;
+    }
+    return true;
+}
+
+/* Once packed: zeros for x where dy is all zero, so that nothing of it reaches a sum. Rare, so never mind the speed. */
+static void hide_row(void *arg, int64_t row, int32_t lane) {
+    (void)lane;
+    const parameter_job *job = arg;
+    if (!is_zero_row(job, row)) return;
+    for (int64_t k = 0; k < panels_of(job->gradients->features_in); k++) {
+        size_t bytes = job->real * (size_t)panel_width(job->gradients->features_in, k);
+        memset(panel_at(job, job->x, k) + (size_t)row * bytes, 0, bytes);
     }
 }
 
@@ -133,5 +157,8 @@ void rapt_cpu_linear_backward(rapt_context *context, const linear_gradients *g, 
     job.lanes = job.dy + panels_size(g, g->features_out);
     int64_t inputs = panels_of(g->features_in), outputs = panels_of(g->features_out);
     rapt_parallel(context, inputs + outputs, rows * (double)((inputs + outputs) * PANEL), pack_panel, &job);
+    if (g->hides_rows && atomic_load_explicit(&job.has_non_finite_x, memory_order_relaxed)) {
+        rapt_parallel(context, job.rows, rows * (double)(inputs + outputs) * PANEL, hide_row, &job);
+    }
     rapt_parallel(context, inputs * outputs, rows * weights, run_panels, &job);
 }

@@ -4,6 +4,8 @@
  */
 #include "ref.h"
 
+#include <math.h>
+
 size_t rapt_ref_linear_backward_scratch(const rapt_context *context, const linear_gradients *gradients) {
     (void)context;
     (void)gradients;
@@ -34,13 +36,21 @@ static void input_gradient(const linear_gradients *g) {
     }
 }
 
+static bool is_hidden(const linear_gradients *g, int64_t n, int64_t l) {
+    for (int64_t o = 0; o < g->features_out && g->hides_rows; o++) {
+        if (at(&g->dy, g->dtype, n, l, o) != 0) return false;
+    }
+    return g->hides_rows;
+}
+
 static void weight_gradient(const linear_gradients *g) {
     for (int64_t o = 0; o < g->features_out; o++) {
         for (int64_t k = 0; k < g->features_in; k++) {
             double sum = 0;
             for (int64_t n = 0; n < g->batch; n++) {
                 for (int64_t l = 0; l < g->length; l++) {
-                    sum += at(&g->dy, g->dtype, n, l, o) * at(&g->x, g->dtype, n, l, k);
+                    double x = at(&g->x, g->dtype, n, l, k);
+                    if (isfinite(x) || !is_hidden(g, n, l)) sum += at(&g->dy, g->dtype, n, l, o) * x;
                 }
             }
             put(g->d_weight.data, g->d_weight.dtype, g->adds_parameters,
