@@ -29,6 +29,7 @@ typedef struct checkpoint_layer {
     const rapt_layout *layout;
     const checkpoint_tensor *weight[4], *bias[4], *bias_kv[2]; /* in the layout's places; NULL: absent */
     const char *settings;                                      /* what Rapt wrote about the layer; NULL: nothing */
+    int64_t num_heads; /* what whoever else wrote the file says of all its layers; RAPT_DEFAULT: nothing */
 } checkpoint_layer;
 
 struct rapt_checkpoint {

@@ -33,6 +33,15 @@ static int64_t prefix_length(const char *name, const char *anchor) {
     return prefix == 0 || name[prefix - 1] == '.' ? (int64_t)prefix : -1;
 }
 
+/* The metadata num_heads, if it is a whole number from 1 on: a line of the user's, so anything else says nothing. */
+static int64_t written_heads(const rapt_safetensors *file) {
+    const char *text = rapt_safetensors_metadata(file, "num_heads");
+    int64_t heads = 0;
+    if (text == NULL || strlen(text) > 9) return RAPT_DEFAULT;
+    for (; *text >= '0' && *text <= '9'; text++) heads = 10 * heads + (*text - '0');
+    return *text == '\0' && heads > 0 ? heads : RAPT_DEFAULT;
+}
+
 /* Adds the layer that `anchor`, a tensor in the place of the first weight, belongs to, if it is whole. */
 static rapt_status add_if_whole(const search *s, const rapt_layout *layout, const checkpoint_tensor *anchor,
                                 size_t length) {
@@ -45,6 +54,7 @@ static rapt_status add_if_whole(const search *s, const rapt_layout *layout, cons
     for (int i = 0; i < 2; i++) layer.bias_kv[i] = below(s, anchor->name, length, layout->bias_kv[i]);
     snprintf(s->name, s->name_size, "%s%.*s", RAPT_SETTINGS_KEY, (int)length, anchor->name);
     layer.settings = rapt_safetensors_metadata(anchor->file, s->name);
+    layer.num_heads = written_heads(anchor->file);
     return rapt_table_add(s->context, &s->checkpoint->allocator, &s->checkpoint->layers, &layer);
 }
 

@@ -254,7 +254,7 @@ static rapt_status describe(rapt_context *context, const rapt_checkpoint *checkp
                          (ll)index, (ll)rapt_checkpoint_num_layers(checkpoint));
     const checkpoint_layer *found = checkpoint->layers.index[index];
     measured m;
-    rapt_mha_config c = rapt_mha_config_default(0, RAPT_DEFAULT);
+    rapt_mha_config c = rapt_mha_config_default(0, found->num_heads);
     rapt_status status = measure(context, found, &m);
     if (status == RAPT_OK && found->settings != NULL)
         status = rapt_settings_read(context, found->prefix, found->settings, &c);
@@ -295,9 +295,10 @@ rapt_status rapt_checkpoint_layer(rapt_context *context, const rapt_checkpoint *
 
 /* ---- loading ---- */
 
-/* What the tensors do not show: from the file, if Rapt wrote it, and from the options on top. */
+/* What the tensors do not show: from the file, most of it only if Rapt wrote that, and from the options on top. */
 static rapt_status take_settings(rapt_context *context, const checkpoint_layer *found, const rapt_load_options *o,
                                  rapt_mha_config *c) {
+    if (!o->ignore_metadata) c->num_heads = found->num_heads;
     if (found->settings != NULL && !o->ignore_metadata) {
         rapt_status status = rapt_settings_read(context, found->prefix, found->settings, c);
         if (status != RAPT_OK) return status;

@@ -402,6 +402,47 @@ static void test_options_add_to_metadata(void **state) {
     rapt_mha_destroy(layer);
 }
 
+/* A file that PyTorch wrote needs no option if its metadata says what its tensors do not. */
+static void test_heads_in_metadata(void **state) {
+    (void)state;
+    const spec specs[] = {{"in_proj_weight", RAPT_F32, {24, 8}}, {"out_proj.weight", RAPT_F32, {8, 8}}, {0}};
+    const struct {
+        const char *text;
+        int64_t heads; /* 0: it says nothing */
+    } cases[] = {{"2", 2},  {"8", 8},   {"08", 8}, {"0", 0},          {"", 0},
+                 {"-2", 0}, {"2.0", 0}, {" 2", 0}, {"1000000000", 0}, {"two", 0}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        write_specs(in_folder("heads.safetensors"), specs, "num_heads", cases[i].text);
+        rapt_checkpoint *checkpoint = open_checkpoint(in_folder("heads.safetensors"));
+        rapt_load_options options = rapt_load_options_default();
+        rapt_mha *layer;
+        assert_int_equal(layer_info(checkpoint, 0).num_heads, cases[i].heads);
+        rapt_status status = rapt_mha_load(context, checkpoint, NULL, &layer);
+        if (cases[i].heads > 0) {
+            assert_ok(context, status);
+            assert_int_equal(rapt_mha_settings(layer)->num_heads, cases[i].heads);
+            rapt_mha_destroy(layer);
+        } else {
+            assert_int_equal(status, RAPT_ERROR_ARGUMENT);
+            assert_message("does not say how many heads the layer '' has: set num_heads");
+        }
+        options.num_heads = 4; /* an option counts more */
+        assert_ok(context, rapt_mha_load(context, checkpoint, &options, &layer));
+        assert_int_equal(rapt_mha_settings(layer)->num_heads, 4);
+        rapt_mha_destroy(layer);
+        options.num_heads = RAPT_DEFAULT;
+        options.ignore_metadata = true;
+        assert_int_equal(rapt_mha_load(context, checkpoint, &options, &layer), RAPT_ERROR_ARGUMENT);
+        rapt_checkpoint_close(checkpoint);
+    }
+    write_specs(in_folder("heads.safetensors"), specs, "num_heads", "3");
+    rapt_checkpoint *checkpoint = open_checkpoint(in_folder("heads.safetensors"));
+    rapt_mha *layer;
+    assert_int_equal(rapt_mha_load(context, checkpoint, NULL, &layer), RAPT_ERROR_SHAPE);
+    assert_message("num_heads 3 does not divide the 8 outputs of q in layer ''");
+    rapt_checkpoint_close(checkpoint);
+}
+
 static void test_scheme_names(void **state) {
     (void)state;
     assert_string_equal(rapt_scheme_name(RAPT_SCHEME_AUTO), "auto");
@@ -442,6 +483,7 @@ int main(void) {
         cmocka_unit_test(test_many_layers),
         cmocka_unit_test(test_golden_checkpoints),
         cmocka_unit_test(test_options_add_to_metadata),
+        cmocka_unit_test(test_heads_in_metadata),
         cmocka_unit_test(test_scheme_names),
         cmocka_unit_test(test_checkpoint_outlives_context),
     };

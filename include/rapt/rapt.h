@@ -531,7 +531,7 @@ RAPT_API rapt_status rapt_safetensors_save(rapt_context *context, const char *pa
  *     rapt_mha *layer;
  *     rapt_load_options options = rapt_load_options_default();
  *     options.prefix = "model.layers.0.self_attn.";
- *     options.num_heads = 32;                  // no tensor shows it
+ *     options.num_heads = 32;                  // no tensor shows it; metadata of the file may: "num_heads": "32"
  *     rapt_status status = rapt_checkpoint_open(ctx, "model.safetensors", &model);
  *     if (status == RAPT_OK) status = rapt_mha_load(ctx, model, &options, &layer);
  *     rapt_checkpoint_close(model);            // the layer has its own copy
@@ -589,7 +589,7 @@ RAPT_API const char *rapt_checkpoint_tensor_name(const rapt_checkpoint *checkpoi
 RAPT_API rapt_status rapt_checkpoint_find(rapt_context *context, const rapt_checkpoint *checkpoint, const char *name,
                                           rapt_tensor *view); /* as rapt_safetensors_find */
 
-/* An attention layer in a checkpoint. What the file does not tell is 0: the head counts, unless Rapt wrote it. */
+/* An attention layer in a checkpoint. What the file does not tell is 0: the head counts, unless its metadata says them. */
 typedef struct rapt_layer_info {
     const char *prefix; /* with its last dot; "" at the top. Lives as long as the checkpoint */
     rapt_scheme scheme;
@@ -619,7 +619,7 @@ typedef struct rapt_load_options {
     int64_t head_dim;     /* D; likewise */
     bool set_dtype;       /* whether dtype is given */
     rapt_dtype dtype;     /* if set_dtype, what the weights are converted to; else they stay what they are */
-    bool ignore_metadata; /* as if Rapt had written nothing into the file; else the settings below add to that */
+    bool ignore_metadata; /* as if the file had none; else the settings below add to those that Rapt wrote there */
     bool batch_first, causal, add_zero_attn, set_scale;
     double scale, dropout;
     bool ignore_extra; /* load the layer without tensors below its prefix that it may need */

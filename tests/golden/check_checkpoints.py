@@ -4,8 +4,9 @@
     python check_checkpoints.py ../../build/release/librapt.so    PyTorch to Rapt and back
     python check_checkpoints.py --write                           write checkpoint_*.safetensors beside this script
 
-A layer's state dict goes through safetensors.torch.save_file, is loaded by Rapt with no option but the number of
-heads, computes the same, is saved by Rapt, and is loaded by PyTorch again, strictly and bit by bit.
+A layer's state dict goes through safetensors.torch.save_file with the number of heads, which no tensor shows, as
+metadata, is loaded by Rapt with no option, computes the same, is saved by Rapt, and is loaded by PyTorch again, strictly
+and bit by bit.
 
 checkpoint_fused.safetensors and checkpoint_separate.safetensors are state dicts as PyTorch writes them;
 checkpoint_expected.safetensors holds, for each, NAME.query, NAME.key, NAME.value (float32) and NAME.out (float64).
@@ -82,15 +83,6 @@ class RaptTensor(ctypes.Structure):
         return cls(x.data_ptr(), 1, 0, 0, x.ndim, (ctypes.c_int64 * 8)(*x.shape), (ctypes.c_int64 * 8)(*x.stride()))
 
 
-class LoadOptions(ctypes.Structure):
-    _fields_ = [("struct_size", ctypes.c_size_t), ("prefix", ctypes.c_char_p), ("scheme", ctypes.c_int),
-                ("num_heads", ctypes.c_int64), ("num_kv_heads", ctypes.c_int64), ("head_dim", ctypes.c_int64),
-                ("set_dtype", ctypes.c_bool), ("dtype", ctypes.c_int), ("ignore_metadata", ctypes.c_bool),
-                ("batch_first", ctypes.c_bool), ("causal", ctypes.c_bool), ("add_zero_attn", ctypes.c_bool),
-                ("set_scale", ctypes.c_bool), ("scale", ctypes.c_double), ("dropout", ctypes.c_double),
-                ("ignore_extra", ctypes.c_bool)]
-
-
 class Rapt:
     """As much of the library as this script needs."""
 
@@ -108,27 +100,28 @@ class Rapt:
         self.call(name, *args, ctypes.byref(result))
         return result
 
-    def load(self, path: Path, heads: int) -> ctypes.c_void_p:
+    def load(self, path: Path) -> ctypes.c_void_p:
+        """With no option."""
         checkpoint = self.new("rapt_checkpoint_open", self.context, str(path).encode())
-        options = LoadOptions(struct_size=ctypes.sizeof(LoadOptions), num_heads=heads, num_kv_heads=-1, head_dim=-1,
-                              batch_first=True)
-        layer = self.new("rapt_mha_load", self.context, checkpoint, ctypes.byref(options))
+        layer = self.new("rapt_mha_load", self.context, checkpoint, None)
         self.library.rapt_checkpoint_close(checkpoint)
         return layer
 
     def forward(self, layer: ctypes.c_void_p, inputs: list[Tensor]) -> Tensor:
+        """Of inputs [N, L, E]; the layer takes [L, N, E], as PyTorch's does where nobody says batch_first."""
+        inputs = [x.transpose(0, 1).contiguous() for x in inputs]
         out = torch.empty_like(inputs[0])
         views = [ctypes.byref(RaptTensor.of(x)) for x in inputs]
         self.call("rapt_mha_forward", self.context, layer, *views, None, ctypes.byref(RaptTensor.of(out)))
-        return out
+        return out.transpose(0, 1)
 
 
 def there_and_back(rapt: Rapt, name: str, folder: Path) -> float:
     """Returns the largest difference of the outputs."""
     layer = make_layer(name)
     inputs = make_inputs(layer)
-    save_file(layer.state_dict(), folder / "torch.safetensors")
-    loaded = rapt.load(folder / "torch.safetensors", HEADS)
+    save_file(layer.state_dict(), folder / "torch.safetensors", metadata={"num_heads": str(HEADS)})
+    loaded = rapt.load(folder / "torch.safetensors")
     difference = (rapt.forward(loaded, inputs).to(torch.float64) - expected(name, layer, inputs)).abs().max().item()
     rapt.call("rapt_mha_save", rapt.context, loaded, str(folder / "rapt.safetensors").encode(), None)
     rapt.library.rapt_mha_destroy(loaded)
