@@ -226,8 +226,10 @@ static __attribute__((noinline)) void drop_weights(const attn_rows *rows, const 
 
 /* Whether the cut is one that decode.h takes. */
 INLINE bool can_stream(const attn_rows *rows, const attn_keys *keys, tile_range range, const attn_partial *partial) {
-    return rows->count == 1 && range.begin == 0 && range.last == keys->keys && rows->problem->dropout == 0 &&
-           keys->dtype == REAL_DTYPE && !keys->k_in_place && !keys->v_in_place && partial->out_stride >= PANEL;
+    const attn_problem *p = rows->problem;
+    bool is_known = keys->dtype == REAL_DTYPE || stays_narrow(rows, keys);
+    return p->cache != NULL && !keys->extra && is_known && rows->count <= STREAM_ROWS && range.begin == 0 &&
+           range.last == keys->keys && p->dropout == 0 && partial->out_stride >= PANEL;
 }
 
 /* One cut for rows that see much the same columns of it. */
@@ -239,8 +241,9 @@ static void attn_block(const attn_rows *rows, const attn_keys *keys, tile_range 
     /* Some of the keys that are weighed may be masked: by a mask, by the band, or before `begin` in its chain. */
     bool weighs_masked = has_mask || !range.all_seen || range.begin % CHAIN != 0;
     bool mark_masked = keys->has_non_finite_values && weighs_masked;
-    if (!weighs_masked && can_stream(rows, keys, range, partial) && stream_cut(keys, p->dim, q, scores, partial)) {
-        weigh_values(rows, keys, PANEL, 0, keys->keys, false, scores, partial);
+    if (!weighs_masked && can_stream(rows, keys, range, partial) &&
+        stream_cut(rows->count, keys, p->dim, q, scores, partial)) {
+        weigh_values(rows, keys, partial->out_stride / PANEL * PANEL, 0, keys->keys, false, scores, partial);
         return;
     }
     tile_scores(rows, keys, q, range.begin, range.end, scores);

@@ -1,8 +1,8 @@
-/* decode.h - one row and one cut of packed keys, all of which it sees: a token that is decoded
+/* decode.h - few rows and one cut of a cache, all of which they see: a token that is decoded
  *
- * Most of the time goes by until keys and values have arrived from memory or a far cache. So everything streams: no
- * calls from panel to panel, and weights are computed block by block between the values that they weigh, not all before
- * the first value is asked for. The bits are those of tile_scores(), softmax_rows() and weigh_values().
+ * Most of the time goes by until keys and values have arrived. So everything streams: no calls from panel to panel, and
+ * weights are computed block by block between the values that they weigh, not all before the first value is asked for.
+ * The bits are those of tile_scores(), softmax_rows() and weigh_values().
  */
 #ifndef RAPT_CPU_KERNELS_DECODE_H
 #define RAPT_CPU_KERNELS_DECODE_H
@@ -11,78 +11,129 @@
 #include "product.h"
 #include "softmax.h"
 
-/* Vectors of a panel's row: all, and as many as have their sums in registers together. */
-enum { PANEL_VECTORS = PANEL / LANES, STREAM_VECTORS = PANEL_VECTORS < 8 ? PANEL_VECTORS : 8 };
+enum {
+    STREAM_ROWS = 4,
+    PANEL_VECTORS = PANEL / LANES,
+    STREAM_VECTORS = PANEL_VECTORS < 8 ? PANEL_VECTORS : 8, /* of one row's sums, more than of several */
+};
+#define VECTORS_FOR(R) ((R) == 1 ? STREAM_VECTORS : MICRO_VECTORS)
 
-/* sum += x[i] * row i of a panel, for `count` rows. */
-INLINE void stream_rows(int64_t count, const real *x, const real *panel, vec sum[STREAM_VECTORS]) {
+typedef vec stream_sums[STREAM_ROWS][STREAM_VECTORS];
+
+INLINE void stream_clear(const int R, stream_sums sum) {
+    const int V = VECTORS_FOR(R);
+    UNROLL for (int r = 0; r < R; r++) { UNROLL for (int v = 0; v < V; v++) sum[r][v] = v_zero(); }
+}
+
+/* sum[r] += x[r][i] * row i of a panel, for `count` rows of it, from element `at` on; rows of x are `stride` apart. */
+INLINE void stream_rows(const number_kind kind, const int R, int64_t count, const real *x, int64_t stride, matrix panel,
+                        int64_t at, stream_sums sum) {
+    const int V = VECTORS_FOR(R);
     for (int64_t i = 0; i < count; i++) {
-        vec factor = v_all(x[i]);
-        UNROLL for (int v = 0; v < STREAM_VECTORS; v++) sum[v] = v_fma(factor, v_load(panel + v * LANES), sum[v]);
-        panel += PANEL;
+        vec numbers[STREAM_VECTORS];
+        if (panel.is_far) {
+            fetch_ahead(kind, panel, at + CHAIN * PANEL);
+            fetch_ahead(kind, panel, at + CHAIN * PANEL + PANEL / 2);
+        }
+        UNROLL for (int v = 0; v < V; v++) numbers[v] = load_numbers(kind, panel, at + v * LANES);
+        UNROLL for (int r = 0; r < R; r++) {
+            vec factor = v_all(x[r * stride + i]);
+            UNROLL for (int v = 0; v < V; v++) sum[r][v] = v_fma(factor, numbers[v], sum[r][v]);
+        }
+        at += PANEL;
     }
 }
 
 /* The sums of the first chain are stored, those of the others added. */
-INLINE void store_streamed(bool is_first, const vec sum[STREAM_VECTORS], real *to) {
-    UNROLL for (int v = 0; v < STREAM_VECTORS; v++) {
-        v_store(to + v * LANES, is_first ? sum[v] : v_add(v_load(to + v * LANES), sum[v]));
+INLINE void stream_store(const int R, bool is_first, stream_sums sum, real *to, int64_t stride) {
+    const int V = VECTORS_FOR(R);
+    UNROLL for (int r = 0; r < R; r++) {
+        UNROLL for (int v = 0; v < V; v++) {
+            real *at = to + r * stride + v * LANES;
+            v_store(at, is_first ? sum[r][v] : v_add(v_load(at), sum[r][v]));
+        }
     }
 }
 
-INLINE void clear_streamed(vec sum[STREAM_VECTORS]) {
-    UNROLL for (int v = 0; v < STREAM_VECTORS; v++) sum[v] = v_zero();
-}
-
-/* Scores of all keys, and of none from the last one to the next multiple of COLUMNS. */
-INLINE void stream_scores(const attn_keys *keys, int64_t dim, const real *q, real *scores) {
-    int64_t c = 0, end = rapt_round_up(keys->keys, COLUMNS);
-    for (; c + PANEL <= end; c += PANEL) {
-        for (int at = 0; at < PANEL; at += STREAM_VECTORS * LANES) {
+/* Scores [R][CUT] of all keys. A panel is there as a whole in a cache, so its last columns may be anything. */
+INLINE void stream_scores(const number_kind kind, const int R, const attn_keys *keys, int64_t dim, const real *q,
+                          real *scores) {
+    const matrix k = {keys->k, PANEL, kind != REALS};
+    for (int64_t c = 0; c < keys->keys; c += PANEL) {
+        for (int at = 0; at < PANEL; at += VECTORS_FOR(R) * LANES) {
             for (int64_t d = 0; d < dim; d += CHAIN) {
-                const real *panel = (const real *)keys->k + c * dim + d * PANEL + at;
-                vec sum[STREAM_VECTORS];
-                clear_streamed(sum);
-                stream_rows(dim - d < CHAIN ? dim - d : CHAIN, q + d, panel, sum);
-                store_streamed(d == 0, sum, scores + c + at);
+                stream_sums sum;
+                stream_clear(R, sum);
+                stream_rows(kind, R, dim - d < CHAIN ? dim - d : CHAIN, q + d, dim, k, c * dim + d * PANEL + at, sum);
+                stream_store(R, d == 0, sum, scores + c + at, CUT);
             }
         }
     }
-    if (c < end) product(1, dim, q, dim, (const real *)keys->k + c * dim, PANEL, end - c, scores + c, CUT);
-    if (keys->keys < end) mask_outside(scores, 0, 0, keys->keys, end);
 }
 
-/* Scores t become weights relative to 2^power, which weigh the first panel of values, [keys][PANEL]; `sums` adds them up. */
-INLINE void stream_values(const attn_keys *keys, real *t, const vec power[VECTORS], vec sums[VECTORS], real *out) {
-    for (int at = 0; at < PANEL; at += STREAM_VECTORS * LANES) {
+/* Values of PANEL dimensions from d on, weighed. The first time, `t` holds scores, which become weights relative to
+ * 2^power; `total` adds them up. */
+INLINE void stream_values(const number_kind kind, const int R, const attn_keys *keys, int64_t d, real *t,
+                          const vec power[], vec total[], real *out, int64_t out_stride) {
+    const matrix values = {keys->v, PANEL, kind != REALS};
+    for (int at = 0; at < PANEL; at += VECTORS_FOR(R) * LANES) {
         for (int64_t k = 0; k < keys->keys; k += CHAIN) {
             int64_t end = keys->keys - k < CHAIN ? keys->keys : k + CHAIN;
-            vec sum[STREAM_VECTORS];
-            clear_streamed(sum);
+            stream_sums sum;
+            stream_clear(R, sum);
             for (int64_t c = k; c < end; c += COLUMNS) {
-                if (at == 0) weigh_columns(1, 1, t + c, false, power, sums);
-                stream_rows(end - c < COLUMNS ? end - c : COLUMNS, t + c, (const real *)keys->v + c * PANEL + at, sum);
+                if (d + at == 0) weigh_columns(R, 1, t + c, false, power, total);
+                stream_rows(kind, R, end - c < COLUMNS ? end - c : COLUMNS, t + c, CUT, values,
+                            d * CUT + c * PANEL + at, sum);
             }
-            store_streamed(k == 0, sum, out + at);
+            stream_store(R, k == 0, sum, out + d + at, out_stride);
         }
     }
 }
 
-/* The cut but for values of more than PANEL dimensions, with the weights left in `scores`. False, with nothing done that
- * matters, if no score is a number that has not overflowed. */
-static bool stream_cut(const attn_keys *keys, int64_t dim, const real *q, real *scores, attn_partial *partial) {
-    stream_scores(keys, dim, q, scores);
-    real largest = largest_score(scores, 0, rapt_round_up(keys->keys, COLUMNS));
-    if (!(largest > LOWEST)) return false;
-    vec power[VECTORS], sums[VECTORS];
-    UNROLL for (int v = 0; v < VECTORS; v++) {
-        power[v] = v_round(v_all(largest));
-        sums[v] = v_zero();
+INLINE bool stream_some(const number_kind kind, const int R, const attn_keys *keys, int64_t dim, const real *q,
+                        real *scores, attn_partial *partial) {
+    int64_t end = rapt_round_up(keys->keys, COLUMNS);
+    vec power[STREAM_ROWS * VECTORS], total[STREAM_ROWS * VECTORS];
+    stream_scores(kind, R, keys, dim, q, scores);
+    for (int r = 0; r < R; r++) {
+        if (keys->keys < end) mask_outside(scores + r * CUT, 0, 0, keys->keys, end);
+        real largest = largest_score(scores + r * CUT, 0, end);
+        if (!(largest > LOWEST)) return false;
+        for (int v = 0; v < VECTORS; v++) {
+            power[r * VECTORS + v] = v_round(v_all(largest));
+            total[r * VECTORS + v] = v_zero();
+        }
     }
-    stream_values(keys, scores, power, sums, partial->out);
-    *(real *)partial->reference = v_first(power[0]);
-    *(real *)partial->sum = sum_of_columns(sums);
+    for (int64_t d = 0; d + PANEL <= partial->out_stride; d += PANEL) {
+        stream_values(kind, R, keys, d, scores, power, total, partial->out, partial->out_stride);
+    }
+    for (int r = 0; r < R; r++) {
+        ((real *)partial->reference)[r] = v_first(power[r * VECTORS]);
+        ((real *)partial->sum)[r] = sum_of_columns(total + r * VECTORS);
+    }
     return true;
+}
+
+INLINE bool stream_kind(const number_kind kind, int64_t rows, const attn_keys *keys, int64_t dim, const real *q,
+                        real *scores, attn_partial *partial) {
+    switch (rows) {
+    case 1: return stream_some(kind, 1, keys, dim, q, scores, partial);
+    case 2: return stream_some(kind, 2, keys, dim, q, scores, partial);
+    case 3: return stream_some(kind, 3, keys, dim, q, scores, partial);
+    default: return stream_some(kind, 4, keys, dim, q, scores, partial);
+    }
+}
+
+/* The cut for up to STREAM_ROWS rows, but for the last values if their dimensions are no multiple of PANEL; weights are
+ * left in `scores`. False, with nothing done that matters, if a row has no score that is a number and no overflow. */
+static bool stream_cut(int64_t rows, const attn_keys *keys, int64_t dim, const real *q, real *scores,
+                       attn_partial *partial) {
+#ifdef RAPT_KERNEL_F32
+    if (keys->dtype == RAPT_F16) return stream_kind(HALVES, rows, keys, dim, q, scores, partial);
+    if (keys->dtype == RAPT_BF16) return stream_kind(BRAIN_HALVES, rows, keys, dim, q, scores, partial);
+#endif
+    return stream_kind(REALS, rows, keys, dim, q, scores, partial);
 }
 
 #endif
