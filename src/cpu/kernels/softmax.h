@@ -85,7 +85,8 @@ INLINE real largest_score(const real *t, int64_t begin, int64_t end) {
 /* Weights of STEPS * COLUMNS scores of each of R rows, in place; `partial` adds them up, block after block. */
 enum { VECTORS = COLUMNS / LANES, ROWS_IN_STEP = VECTORS < IN_STEP ? IN_STEP / VECTORS : 1 };
 INLINE void weigh_columns(const int R, const int STEPS, real *t, bool mark_masked, const vec power[], vec partial[]) {
-    const int vectors = R * VECTORS, all = vectors * STEPS, N = all < IN_STEP ? all : IN_STEP;
+    const int vectors = R * VECTORS, all = vectors * STEPS;
+    const int N = all < IN_STEP ? all : all % IN_STEP == 0 ? IN_STEP : 3; /* a divisor: of six, three */
     UNROLL for (int first = 0; first < all; first += N) {
         vec score[IN_STEP], weight[IN_STEP], reference[IN_STEP];
         real *at[IN_STEP];
