@@ -124,7 +124,8 @@ struct rapt_cpu_kernels {
     /* Packs keys, and sets their sums to 0. */
     void (*backward_keys)(const attn_problem *problem, int64_t n, int64_t kv_head, attn_key_block *block,
                           void *scratch);
-    /* For a block with odd rows: adds a tile to their reference and factor; over all keys, then settled, before all that follows. */
+    /* For a block with odd rows: adds a tile to their reference and factor; over all keys, then settled, before all that
+     * follows. */
     void (*backward_odd_rows)(attn_row_block *rows, const attn_key_block *keys, void *scratch);
     void (*backward_settle_odd_rows)(attn_row_block *rows);
     /* Adds what the returned weights' gradient contributes to the rows' delta. Over all keys, before any tile. */
