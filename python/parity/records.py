@@ -4,18 +4,58 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Collection
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "f16": torch.float16}
-BOUND = {"f32": 1e-5, "f64": 1e-13, "bf16": 8e-2, "f16": 1e-2}  # no single error of Rapt's may exceed this,
+BOUND = {"f32": 1e-5, "f64": 1e-13, "bf16": 8e-2, "f16": 1e-2}  # no configuration's error of Rapt's may exceed this,
 TIMES = 4  # and this many of PyTorch's, which is what counts where scores are large
 SCALE = float(os.environ.get("RAPT_PARITY_SCALE", "1"))  # of the number of configurations
+DRAWS = 8  # of a configuration's numbers: the error of a single one has a long tail, and maxima would compare luck
 
-_errors: dict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
+
+class Errors(NamedTuple):
+    """What each side is off by: Rapt, PyTorch, and PyTorch with its sums in another order."""
+
+    rapt: Any
+    torch: Any
+    again: Any
+
+    def ratio(self) -> float:
+        """How many times PyTorch's Rapt's error is."""
+        return float(self.rapt / self.torch)
+
+    def noise(self) -> float:
+        """How many times PyTorch's the one of the other order is."""
+        return float(self.again / self.torch)
+
+
+@dataclass
+class Entry:
+    """A configuration in a row of the table, with the errors of its draws, [draws, sides]."""
+
+    case: Any
+    draws: Any
+
+
+@dataclass
+class Row:
+    """A line of the table."""
+
+    function: str
+    dtype: str
+    kind: str
+    count: int
+    percentile: Errors  # the 99th of all draws
+    maximum: Errors  # of the configurations' means over their draws
+    largest: Errors  # of a single draw
+    worst: Entry  # the configuration of Rapt's maximum
+
+
+_entries: dict[tuple[str, str, str], list[Entry]] = defaultdict(list)
 configurations: dict[str, int] = defaultdict(int)
 
 
@@ -24,43 +64,68 @@ def long(tensor: torch.Tensor) -> Any:
     return tensor.detach().double().numpy().astype(np.longdouble)
 
 
+def seeds(seed: int) -> list[int]:
+    """One for each draw of a configuration; all even, or all odd."""
+    return [seed + 1_000_002 * i for i in range(DRAWS)]
+
+
 def kind_of(name: str) -> str:
     """Which row of the table a result belongs to."""
     return "gradients" if name.startswith("d_") else "weights" if name == "weights" else "output"
 
 
-def record(function: str, dtype: str, ours: dict[str, float], theirs: dict[str, float]) -> None:
-    """Takes the errors of one configuration into the table, unless PyTorch's result is NaN, and judges Rapt's."""
+def record(function: str, case: Any, draws: list[Errors]) -> None:
+    """Takes a configuration into the table, with the mean of its draws, and judges Rapt's errors.
+
+    Each draw has the sides' errors by the names of results. Those with a NaN of PyTorch's are judged, but not taken.
+    """
     configurations[function] += 1
-    for name, error in ours.items():
-        bound = max(BOUND[dtype], TIMES * theirs[name] if np.isfinite(theirs[name]) else 0.0)
-        assert error <= bound, f"{name}: error {error:.3g} above {bound:.3g} (PyTorch's: {theirs[name]:.3g})"
-    if not all(np.isfinite(e) for e in theirs.values()):
+    usable = [draw for draw in draws if all(np.isfinite(e) for e in draw.torch.values())]
+    for name in draws[0].rapt:
+        error = np.mean([draw.rapt[name] for draw in draws])
+        theirs = np.mean([draw.torch[name] for draw in usable]) if usable else 0.0
+        bound = max(BOUND[case.dtype], TIMES * theirs)
+        assert error <= bound, f"{name}: error {error:.3g} above {bound:.3g} (PyTorch's: {theirs:.3g})"
+    if not usable:
         return
-    kinds = {kind_of(name) for name in ours}
-    for kind in kinds:
-        names = [name for name in ours if kind_of(name) == kind]
-        _errors[function, dtype, kind].append((max(ours[n] for n in names), max(theirs[n] for n in names)))
+    for kind in {kind_of(name) for name in draws[0].rapt}:
+        # the worst of this kind of result, for each draw and side
+        largest = [[max(e for name, e in side.items() if kind_of(name) == kind) for side in draw] for draw in usable]
+        _entries[function, case.dtype, kind].append(Entry(case, np.array(largest)))
 
 
-def rows() -> list[tuple[str, str, str, int, float, float, float, float]]:
-    """function, dtype, kind, configurations, then 99th percentile and maximum of Rapt's and of PyTorch's errors."""
+def rows() -> list[Row]:
+    """The table."""
     result = []
-    for (function, dtype, kind), pairs in sorted(_errors.items()):
-        ours, theirs = np.array(pairs).T
-        a, b = (np.percentile(e, 99) for e in (ours, theirs))
-        result.append((function, dtype, kind, len(pairs), a, b, ours.max(), theirs.max()))
+    for key, entries in sorted(_entries.items()):
+        pool = np.concatenate([entry.draws for entry in entries])
+        maximum = np.max([entry.draws.mean(0) for entry in entries], 0)
+        sides = (Errors(*e) for e in (np.percentile(pool, 99, axis=0), maximum, pool.max(0)))
+        worst = max(entries, key=lambda entry: float(entry.draws[:, 0].mean()))
+        result.append(Row(*key, len(entries), *sides, worst))
     return result
 
 
-def table(marked: Collection[tuple[str, str, str]] = ()) -> str:
-    """The rows in Markdown; some have a star."""
+def table() -> str:
+    """The rows in Markdown."""
     lines = [
-        "| function | dtype | | configurations | 99%, Rapt | 99%, PyTorch | maximum, Rapt | maximum, PyTorch |",
-        "|---|---|---|---:|---:|---:|---:|---:|",
+        "| function | dtype | | configurations | 99%: Rapt | PyTorch | ratio | reordered | maximum: Rapt | PyTorch "
+        "| ratio | reordered | one draw: Rapt | PyTorch |",
+        "|---|---|---|" + "---:|" * 11,
     ]
-    for function, dtype, kind, count, *numbers in rows():
-        cells = " | ".join(f"{n:.2e}" for n in numbers)
-        star = " *" if (function, dtype, kind) in marked else ""
-        lines.append(f"| `{function}` | {dtype} | {kind}{star} | {count} | {cells} |")
+    for row in rows():
+        cells = [f"`{row.function}`", row.dtype, row.kind, str(row.count)]
+        for e in (row.percentile, row.maximum):
+            cells += [f"{e.rapt:.2e}", f"{e.torch:.2e}", f"{e.ratio():.2f}", f"{e.noise():.2f}"]
+        cells += [f"{row.largest.rapt:.2e}", f"{row.largest.torch:.2e}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def worst() -> str:
+    """The configuration behind Rapt's maximum in each row, to repeat it."""
+    lines = []
+    for row in rows():
+        ours, theirs, _ = row.worst.draws.mean(0)
+        lines.append(f"{row.dtype} {row.kind}: {ours:.2e} (PyTorch {theirs:.2e}), {row.function}, {row.worst.case}")
     return "\n".join(lines)

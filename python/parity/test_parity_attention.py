@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import rapt.torch
 import records
+import reordered
 import torch
 import torch.nn.functional as F
 from exact import LONG, attention_gradients, attention_weights, errors, summed_to
@@ -143,12 +144,7 @@ def computed(function: Any, case: Case, tensors: dict[str, torch.Tensor | None],
     return {n: records.long(t) for n, t in result.items()}
 
 
-@settings(
-    max_examples=int(3200 * records.SCALE), deadline=None, database=None, derandomize=True,
-    suppress_health_check=list(HealthCheck),
-)  # fmt: skip
-@given(cases())
-def test_scaled_dot_product_attention(case: Case) -> None:
+def errors_of(case: Case) -> records.Errors:
     generator = torch.Generator().manual_seed(case.seed)
     tensors = {n: make(getattr(case, n), case, generator) for n in ("query", "key", "value")}
     tensors["mask"] = make_mask(case, generator)
@@ -156,8 +152,20 @@ def test_scaled_dot_product_attention(case: Case) -> None:
     d_out = torch.randn(shape, generator=generator, dtype=torch.float64).to(records.DTYPES[case.dtype])
     exact, sizes = exactly(case, tensors, d_out)
     assert exact["out"].shape == shape
-    ours = computed(rapt.torch.scaled_dot_product_attention, case, tensors, d_out)
-    theirs = computed(F.scaled_dot_product_attention, case, tensors, d_out)
+    functions = (
+        rapt.torch.scaled_dot_product_attention, F.scaled_dot_product_attention,
+        reordered.scaled_dot_product_attention,
+    )  # fmt: skip
+    ours, theirs, again = (computed(f, case, tensors, d_out) for f in functions)
     assert {n: a.shape for n, a in ours.items()} == {n: a.shape for n, a in theirs.items()}
-    record = records.record
-    record("scaled_dot_product_attention", case.dtype, errors(ours, exact, sizes), errors(theirs, exact, sizes))
+    return records.Errors(*(errors(r, exact, sizes) for r in (ours, theirs, again)))
+
+
+@settings(
+    max_examples=int(3200 * records.SCALE), deadline=None, database=None, derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)  # fmt: skip
+@given(cases())
+def test_scaled_dot_product_attention(case: Case) -> None:
+    draws = [errors_of(replace(case, seed=seed)) for seed in records.seeds(case.seed)]
+    records.record("scaled_dot_product_attention", case, draws)

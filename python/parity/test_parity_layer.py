@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import rapt.torch
 import records
+import reordered
 import torch
 import torch.nn.functional as F
 from exact import LONG, attention_gradients, attention_weights, errors
@@ -279,17 +280,24 @@ def exactly(case: Case, tensors: dict[str, torch.Tensor], ours: dict[str, Any]) 
     return exact.results(1, d_out, d_weights), sizes.results(-1, np.abs(d_out), np.abs(d_weights))
 
 
+def errors_of(case: Case) -> records.Errors:
+    tensors = make(case)
+    functions = (
+        rapt.torch.multi_head_attention_forward, F.multi_head_attention_forward,
+        reordered.multi_head_attention_forward,
+    )  # fmt: skip
+    ours, theirs, again = (computed(f, case, tensors, case.seed) for f in functions)
+    assert {n: a.shape for n, a in ours.items()} == {n: a.shape for n, a in theirs.items()}
+    exact, sizes = exactly(case, tensors, ours)
+    named = ({n: a for n, a in r.items() if not n.startswith("of_")} for r in (ours, theirs, again))
+    return records.Errors(*(errors(r, exact, sizes) for r in named))
+
+
 @settings(
     max_examples=int(1600 * records.SCALE), deadline=None, database=None, derandomize=True,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 @given(cases())
 def test_multi_head_attention_forward(case: Case) -> None:
-    tensors = make(case)
-    ours = computed(rapt.torch.multi_head_attention_forward, case, tensors, case.seed)
-    theirs = computed(F.multi_head_attention_forward, case, tensors, case.seed)
-    assert {n: a.shape for n, a in ours.items()} == {n: a.shape for n, a in theirs.items()}
-    exact, sizes = exactly(case, tensors, ours)
-    ours, theirs = ({n: a for n, a in r.items() if not n.startswith("of_")} for r in (ours, theirs))
-    record = records.record
-    record("multi_head_attention_forward", case.dtype, errors(ours, exact, sizes), errors(theirs, exact, sizes))
+    draws = [errors_of(replace(case, seed=seed)) for seed in records.seeds(case.seed)]
+    records.record("multi_head_attention_forward", case, draws)

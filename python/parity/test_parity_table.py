@@ -10,23 +10,33 @@ import pytest
 import records
 import torch
 
-NOISE = 1.25
-NOT_YET = {  # rows that are larger still, and how many times at most
-    ("scaled_dot_product_attention", "f32", "output"): 5.0,
-    ("scaled_dot_product_attention", "f64", "gradients"): 2.0,
-    ("multi_head_attention_forward", "f64", "weights"): 2.0,
-}
+# How many times PyTorch's errors Rapt's may be by luck. PyTorch's own, with sums in another order, were found to be up
+# to 1.12 and 1.29 times as large or small.
+PERCENTILE_NOISE, MAXIMUM_NOISE = 1.15, 1.2
 TEXT = """# Parity with PyTorch
 
 `make parity` compares `rapt.torch` with PyTorch in random configurations: ranks, shapes, strides, masks, options,
 types, and the gradients of every tensor. Both are held against the same computation in floating point with {bits} bits
 of precision; an error is the largest difference in a result, in parts of the largest sum, without signs, that leads to
-its numbers. A configuration counts once in each row, with its worst result. Where PyTorch gives NaN (a query that sees
-no key), Rapt's zeros are checked, but the configuration is not in the table. Failures shrink to the smallest
-configuration and print it.
+its numbers. The numbers of a configuration are drawn {draws} times, and a draw counts once in each row, with its worst
+result. Where PyTorch gives NaN (a query that sees no key), Rapt's zeros are checked, but the draw is not in the table.
+Failures shrink to the smallest configuration and print it.
 
-The aim is that no error of Rapt's is larger than PyTorch's; rows may differ by {noise} times, as rows do that compute
-the same. Rows with a star miss it, by their maximum alone, a single configuration each.
+Each row has the 99th percentile of all draws; the maximum over configurations of the mean of their draws; and, for the
+record, the largest error of a single draw, which is mostly luck: the same configuration can be 2.4 times as far off as
+PyTorch in one draw and 0.86 times in the mean of 2,000. How much of the others is luck is measured as well: "reordered"
+is the error of PyTorch computing the same with the dimensions of heads, keys or features in the opposite order, in
+parts of PyTorch's error. Rapt's errors are to be no larger than PyTorch's; by luck the percentile may be
+{percentile} times PyTorch's and the maximum {maximum} times. PyTorch's were up to 1.12 and 1.29 times apart from
+its own.
+
+Rapt is further off than PyTorch, and not by luck, with up to 3 queries and head dimensions of 16 and more: for so few
+rows PyTorch's scores are as exact as those of several short chains. From 4 queries on they are those of one and level
+with Rapt, whose chains are of 64 terms for any number of queries: the bits of a row must not depend on the rows around
+it. Where scores are large, outputs with 2 or 3 queries are off by 1.3 (dimension 16) to 1.8 times (64) as much as
+PyTorch's, which is why outputs of `scaled_dot_product_attention` are slightly above 1 in the percentile (1.04 in f32
+and 1.06 in f64 in 6,000 other configurations of each). By emulation, chains of 16 terms would be level there and
+better elsewhere, but even 32 cost about 2 % of the time of attention.
 
 PyTorch {torch}, {count} configurations, {machine}.
 
@@ -38,23 +48,26 @@ def test_errors_are_no_larger_than_pytorchs() -> None:
     if not records.configurations:
         pytest.skip("no sweep ran")
     print("\n" + records.table())
+    print("\nWhere Rapt's errors are largest:\n" + records.worst())
     path = os.environ.get("RAPT_PARITY_TABLE")
     if path:
-        bits = np.finfo(np.longdouble).nmant + 1
-        count = " and ".join(f"{n} of `{f}`" for f, n in sorted(records.configurations.items()))
         text = TEXT.format(
-            bits=bits,
-            noise=NOISE,
+            bits=np.finfo(np.longdouble).nmant + 1,
+            draws=records.DRAWS,
+            percentile=PERCENTILE_NOISE,
+            maximum=MAXIMUM_NOISE,
             torch=torch.__version__.split("+")[0],
-            count=count,
+            count=" and ".join(f"{n} of `{f}`" for f, n in sorted(records.configurations.items())),
             machine=platform.machine(),
-            table=records.table(NOT_YET),
+            table=records.table(),
         )
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
-    worse = []
-    for row in records.rows():
-        factor = NOT_YET.get(row[:3], NOISE)
-        if row[4] > factor * row[5] or row[6] > factor * row[7]:
-            worse.append(row)
+    if records.SCALE < 1:
+        pytest.skip("too few configurations to judge")
+    worse = [
+        (row.function, row.dtype, row.kind, row.percentile, row.maximum, row.worst.case)
+        for row in records.rows()
+        if row.percentile.ratio() > PERCENTILE_NOISE or row.maximum.ratio() > MAXIMUM_NOISE
+    ]
     assert not worse, worse

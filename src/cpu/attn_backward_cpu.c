@@ -14,7 +14,7 @@
  */
 #include "cpu.h"
 
-enum { ROW_STATS = 4 }; /* lse, lse_rest, factor and delta */
+enum { ROW_STATS = 3 }; /* reference, factor and delta */
 
 /* ---- sizes ---- */
 
@@ -124,10 +124,9 @@ static attn_row_block row_block_at(const backward_plan *plan, char *memory, attn
                             .q = memory,
                             .d_q = memory + q,
                             .d_out = memory + 2 * q,
-                            .lse = memory + 2 * q + v,
-                            .lse_rest = memory + 2 * q + v + plan->real * CHAIN,
-                            .factor = memory + 2 * q + v + plan->real * CHAIN * 2,
-                            .delta = memory + 2 * q + v + plan->real * CHAIN * 3};
+                            .reference = memory + 2 * q + v,
+                            .factor = memory + 2 * q + v + plan->real * CHAIN,
+                            .delta = memory + 2 * q + v + plan->real * CHAIN * 2};
 }
 
 static attn_key_block key_block_at(const backward_plan *plan, char *memory, attn_keys keys) {
@@ -176,7 +175,7 @@ static char *stats_at(const backward_job *job, int which, int64_t n, int64_t hea
 
 static void keep_stats(const backward_job *job, const attn_row_block *block) {
     const attn_rows *rows = &block->rows;
-    const char *stats[ROW_STATS] = {block->lse, block->lse_rest, block->factor, block->delta};
+    const char *stats[ROW_STATS] = {block->reference, block->factor, block->delta};
     size_t real = job->plan.real;
     for (int64_t r = 0; r < rows->count && job->plan.stats_bytes > 0; r++) {
         int64_t row = rows->first + r, head = rows->first_head + row % rows->heads, query = row / rows->heads;
@@ -388,7 +387,7 @@ static void run_mask(void *arg, int64_t item, int32_t lane) {
                                   .count = smaller(CHAIN, p->queries - b * CHAIN)};
                 attn_row_block rows = row_block_at(plan, memory, some);
                 job->kernels->backward_rows(job->gradients, &rows, scratch);
-                void *stats[ROW_STATS] = {rows.lse, rows.lse_rest, rows.factor, rows.delta};
+                void *stats[ROW_STATS] = {rows.reference, rows.factor, rows.delta};
                 for (int i = 0; i < ROW_STATS; i++) {
                     memcpy(stats[i], stats_at(job, i, n, h, b * CHAIN), plan->real * (size_t)some.count);
                 }

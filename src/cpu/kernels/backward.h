@@ -130,6 +130,8 @@ static void find_sole_keys(attn_row_block *block) {
 #define LSE_LIMIT 0.0
 #endif
 
+/* A weight is 2^(score - power) with the log-sum-exp as a power of two. The whole part goes into the exponent and the rest
+ * into a factor: taking all of it off a score would round that to the log-sum-exp's last place. */
 static void load_lse(attn_row_block *block) {
     const attn_rows *rows = &block->rows;
     const rapt_view *view = &rows->problem->lse;
@@ -139,13 +141,19 @@ static void load_lse(attn_row_block *block) {
             rows->n * view->stride[0] + row_head(rows, r) * view->stride[1] + row_query(rows, r) * view->stride[2];
         double power = rapt_element_load(view->data, rows->problem->lse_dtype, at) * 0x1.71547652b82fep+0;
         bool sees_nothing = power == -INFINITY;
+        double reference = INFINITY, factor = 1; /* all weights come out as 0 */
         block->is_odd[r] = !sees_nothing && !(power < LSE_LIMIT && power > -LSE_LIMIT);
         block->has_odd_lse |= block->is_odd[r];
-        if (sees_nothing) power = INFINITY;      /* all weights come out as 0 */
-        if (block->is_odd[r]) power = -INFINITY; /* backward_odd_rows() begins here */
-        ((real *)block->lse)[r] = (real)power;
-        ((real *)block->lse_rest)[r] = power - power == 0 ? (real)(power - (double)(real)power) : 0;
-        ((real *)block->factor)[r] = block->is_odd[r] ? 0 : 1;
+        if (block->is_odd[r]) { /* backward_odd_rows() begins here */
+            reference = -INFINITY;
+            factor = 0;
+        } else if (!sees_nothing) {
+            double whole = power + 0x1.8p52 - 0x1.8p52; /* to the nearest integer */
+            reference = whole + 1;                      /* no score is rounded to more */
+            factor = 2 * pow2_fraction(whole - power);
+        }
+        ((real *)block->reference)[r] = (real)reference;
+        ((real *)block->factor)[r] = (real)factor;
     }
 }
 
@@ -169,8 +177,7 @@ static __attribute__((noinline)) void leave_out_rows_without_gradient(attn_row_b
             for (int64_t d = 0; d < p->dim; d += PANEL) {
                 memset(q + d * CHAIN + r * width_at(p->dim, d), 0, (size_t)width_at(p->dim, d) * sizeof(real));
             }
-            ((real *)block->lse)[r] = (real)INFINITY;
-            ((real *)block->lse_rest)[r] = 0;
+            ((real *)block->reference)[r] = (real)INFINITY;
             ((real *)block->delta)[r] = 0;
             block->is_odd[r] = false;
             ((real *)block->factor)[r] = 1;
@@ -231,12 +238,11 @@ typedef struct row_extras {
 } row_extras;
 
 /* Scores t and products dO V^T to W and dS. What is masked becomes -0 in both, which nothing else does. */
-INLINE void gradient_row(int64_t begin, int64_t end, real lse, real lse_rest, real factor, real delta, const bool masks,
+INLINE void gradient_row(int64_t begin, int64_t end, real reference, real factor, real delta, const bool masks,
                          const row_extras extras, real *t, real *dw) {
-    vec reference = v_all(lse), rest = v_all(lse_rest), row_delta = v_all(delta);
+    vec row_reference = v_all(reference), row_factor = v_all(factor), row_delta = v_all(delta);
     for (int64_t c = begin; c < end; c += LANES) {
-        vec score = v_load(t + c), p = v_weight(v_sub(v_sub(score, reference), rest), v_zero()), d = v_load(dw + c);
-        if (masks) p = v_mul(p, v_all(factor)); /* else it is 1 */
+        vec score = v_load(t + c), p = v_mul(v_weight(score, row_reference), row_factor), d = v_load(dw + c);
         vec w = p;
         if (extras.d_weights != NULL) d = v_add(d, v_load(extras.d_weights + c));
         if (extras.dropped != NULL) {
@@ -298,7 +304,7 @@ INLINE void gradient_rows(const attn_row_block *block, const attn_key_block *key
     }
     for (int64_t r = first; r < first + count; r++) {
         real *t = tile.weights + r * PANEL, *dw = tile.d_scores + r * PANEL;
-        real lse = ((const real *)block->lse)[r], rest = ((const real *)block->lse_rest)[r];
+        real reference = ((const real *)block->reference)[r], factor = ((const real *)block->factor)[r];
         real delta = ((const real *)block->delta)[r];
         row_extras extras = {0};
         if (p->dropout > 0) {
@@ -312,13 +318,12 @@ INLINE void gradient_rows(const attn_row_block *block, const attn_key_block *key
         }
         if (masks && range.begin < range.end) {
             mask_row(rows, keys, r, range.begin, range.end, padding, tile.bias, t);
-            gradient_row(range.begin, range.end, lse, rest, ((const real *)block->factor)[r], delta, true, extras, t,
-                         dw);
+            gradient_row(range.begin, range.end, reference, factor, delta, true, extras, t, dw);
             if (block->has_sole_keys) settle_sole_key(block, keys, r, extras, tile.weights, tile.d_scores);
         } else if (extras.dropped != NULL || extras.d_weights != NULL) {
-            gradient_row(range.begin, range.end, lse, rest, 1, delta, false, extras, t, dw);
+            gradient_row(range.begin, range.end, reference, factor, delta, false, extras, t, dw);
         } else {
-            gradient_row(range.begin, range.end, lse, rest, 1, delta, false, (row_extras){0}, t, dw);
+            gradient_row(range.begin, range.end, reference, factor, delta, false, (row_extras){0}, t, dw);
         }
         for (int64_t c = 0; c < PANEL && masks; c += LANES) {
             if (c >= range.begin && c < range.end) continue;
@@ -338,7 +343,7 @@ static void backward_odd_rows(attn_row_block *block, const attn_key_block *key_b
     padding_bias padding = load_padding(rows, keys, tile.bias + CUT);
     tile_product(0, rows->count, rows->problem->dim, block->q, key_block->k, range.begin, range.end, tile.weights);
     for (int64_t r = 0; r < rows->count; r++) {
-        real *t = tile.weights + r * PANEL, *reference = (real *)block->lse + r, *sum = (real *)block->factor + r,
+        real *t = tile.weights + r * PANEL, *reference = (real *)block->reference + r, *sum = (real *)block->factor + r,
              added;
         if (!block->is_odd[r]) continue;
         mask_row(rows, keys, r, range.begin, range.end, padding, tile.bias, t);

@@ -70,9 +70,9 @@ typedef struct attn_row_block {
     void *q;     /* scaled as for scores */
     void *d_out; /* the gradient of the result */
     void *d_q;   /* the sum so far, without the scale */
-    /* [64] each. A weight is 2^(score - lse - lse_rest) * factor; lse is +inf for a row that sees nothing. delta is what is
-     * taken off the gradient of each weight. */
-    void *lse, *lse_rest, *factor, *delta;
+    /* [64] each. A weight is 2^(score - reference) * factor; the reference is an integer, +inf for a row that sees nothing.
+     * delta is what is taken off the gradient of each weight. */
+    void *reference, *factor, *delta;
     bool is_finite;     /* q and d_out */
     bool has_odd_lse;   /* of some row: the forward's is no number, or huge, so that it is computed again */
     bool is_odd[CHAIN]; /* which */
@@ -124,7 +124,8 @@ struct rapt_cpu_kernels {
     /* Packs keys, and sets their sums to 0. */
     void (*backward_keys)(const attn_problem *problem, int64_t n, int64_t kv_head, attn_key_block *block,
                           void *scratch);
-    /* For a block with odd rows: adds a tile to their lse and factor; over all keys, then settled, before all that follows. */
+    /* For a block with odd rows: adds a tile to their reference and factor; over all keys, then settled, before all that
+     * follows. */
     void (*backward_odd_rows)(attn_row_block *rows, const attn_key_block *keys, void *scratch);
     void (*backward_settle_odd_rows)(attn_row_block *rows);
     /* Adds what the returned weights' gradient contributes to the rows' delta. Over all keys, before any tile. */

@@ -12,21 +12,29 @@
 
 /* 2^r for |r| <= 1/2: the polynomial with the least relative error, 1.9e-9 in degree 6 for float and 3.1e-18 in
  * degree 11 for double (before the coefficients are rounded), by Horner's rule. poly(0) is exactly 1. */
-INLINE void v_pow2_fractions(const int N, const vec r[], vec p[]) {
 #ifdef RAPT_KERNEL_F32
-    static const real coefficient[] = {0x1.41d334p-13f, 0x1.5f456ap-10f, 0x1.3b2dbcp-7f, 0x1.c6aed4p-5f,
-                                       0x1.ebfbdap-3f,  0x1.62e430p-1f,  0x1p0f};
+static const real pow2_coefficients[] = {0x1.41d334p-13f, 0x1.5f456ap-10f, 0x1.3b2dbcp-7f, 0x1.c6aed4p-5f,
+                                         0x1.ebfbdap-3f,  0x1.62e430p-1f,  0x1p0f};
 #else
-    static const real coefficient[] = {0x1.e7aa0e4344b27p-32, 0x1.e620fb7ba967fp-28, 0x1.b526788bf2beep-24,
-                                       0x1.62bfc3c1c580fp-20, 0x1.ffcbfba7b846ep-17, 0x1.43091310bf6c4p-13,
-                                       0x1.5d87fe78cf26ep-10, 0x1.3b2ab6fb9f413p-7,  0x1.c6b08d7049fd1p-5,
-                                       0x1.ebfbdff82c5adp-3,  0x1.62e42fefa39efp-1,  0x1p0};
+static const real pow2_coefficients[] = {0x1.e7aa0e4344b27p-32, 0x1.e620fb7ba967fp-28, 0x1.b526788bf2beep-24,
+                                         0x1.62bfc3c1c580fp-20, 0x1.ffcbfba7b846ep-17, 0x1.43091310bf6c4p-13,
+                                         0x1.5d87fe78cf26ep-10, 0x1.3b2ab6fb9f413p-7,  0x1.c6b08d7049fd1p-5,
+                                         0x1.ebfbdff82c5adp-3,  0x1.62e42fefa39efp-1,  0x1p0};
 #endif
-    enum { TERMS = sizeof coefficient / sizeof *coefficient };
-    UNROLL for (int v = 0; v < N; v++) p[v] = v_all(coefficient[0]);
-    UNROLL for (int i = 1; i < TERMS; i++) {
-        UNROLL for (int v = 0; v < N; v++) p[v] = v_fma(p[v], r[v], v_all(coefficient[i]));
+enum { POW2_TERMS = sizeof pow2_coefficients / sizeof *pow2_coefficients };
+
+INLINE void v_pow2_fractions(const int N, const vec r[], vec p[]) {
+    UNROLL for (int v = 0; v < N; v++) p[v] = v_all(pow2_coefficients[0]);
+    UNROLL for (int i = 1; i < POW2_TERMS; i++) {
+        UNROLL for (int v = 0; v < N; v++) p[v] = v_fma(p[v], r[v], v_all(pow2_coefficients[i]));
     }
+}
+
+/* The same of one number, where all roundings but the coefficients' are those of double. */
+INLINE double pow2_fraction(double r) {
+    double p = (double)pow2_coefficients[0];
+    UNROLL for (int i = 1; i < POW2_TERMS; i++) p = p * r + (double)pow2_coefficients[i];
+    return p;
 }
 
 /* weight = 2^(t - reference), 0 for -inf, for N vectors in step: each is one long chain of operations that wait for each
