@@ -72,7 +72,7 @@ extern "C" {
 #define RAPT_VERSION_PATCH 0
 
 /* Raised when, and only when, a release gives other bits than the one before for the same f32 or f64 call. */
-#define RAPT_NUMERICS_VERSION 2
+#define RAPT_NUMERICS_VERSION 1
 
 /* The version of the library that is linked, "0.1.0". */
 RAPT_API const char *rapt_version(void);
