@@ -18,14 +18,14 @@ from torch.nn import functional as F
 torch.manual_seed(1)
 torch.set_num_threads(1)  # for both, so that the times compare the code; more help only models larger than these
 rapt.set_num_threads(1)
-layer = nn.TransformerEncoderLayer(d_model=256, nhead=4, dim_feedforward=512, dropout=0.0, batch_first=True)
+layer = nn.TransformerEncoderLayer(d_model=128, nhead=4, dim_feedforward=256, dropout=0.0, batch_first=True)
 theirs = nn.TransformerEncoder(layer, num_layers=6)
 ours = copy.deepcopy(theirs)
 
 rapt.torch.convert(ours)  # in place; the parameters, optimizers, hooks and checkpoints stay what they were
 
 count = sum(isinstance(module, rapt.torch.MultiheadAttention) for module in ours.modules())
-x = torch.randn(2, 512, 256)
+x = torch.randn(1, 1024, 128)  # long, so that attention is a good part of the work
 print(f"model     {type(ours).__name__}, {count} attention layers converted, input {list(x.shape)}")
 
 # %% The same numbers, forward and backward
