@@ -7,6 +7,8 @@ PEERS_VENV ?= build/peers
 PYTHON_VENV ?= build/python
 # One with what python/parity/requirements.txt lists.
 PARITY_VENV ?= build/parity
+# Where the table of errors goes.
+PARITY_TABLE ?= docs/PARITY.md
 PIP_FLAGS ?=
 
 # Where scripts/bootstrap.sh puts cmake and ninja when the system has none.
@@ -15,10 +17,11 @@ export PATH := $(CURDIR)/.tools/bin:$(PATH)
 BUILD := build/release
 CONFIGURE = cmake --preset release $(CMAKE_FLAGS)
 QUIETLY = >build/configure.log 2>&1 || { cat build/configure.log; exit 1; }
+PYTHON_SOURCES = python examples/python
 SOURCES = $(shell find $(wildcard include src python tests bench examples tools) -name "*.[ch]" -o -name "*.cpp")
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
 
 run: ## build the tool, run a layer that PyTorch trained, compare, and draw its attention
 	@scripts/bootstrap.sh build
@@ -63,19 +66,25 @@ python-test: ## install the Python package into a virtual environment and run it
 	@$(PYTHON_VENV)/bin/python -m pip --disable-pip-version-check install --quiet $(PIP_FLAGS) ".[test]"
 	@$(PYTHON_VENV)/bin/python -m pytest --quiet
 
-python-lint: ## ruff and mypy over the Python package, from the same virtual environment
+python-lint: ## ruff and mypy over the Python package and its example, from the same virtual environment
 	@scripts/bootstrap.sh python
 	@test -x $(PYTHON_VENV)/bin/python || python3 -m venv $(PYTHON_VENV) || { rm -rf $(PYTHON_VENV); exit 1; }
 	@$(PYTHON_VENV)/bin/python -m pip --disable-pip-version-check install --quiet numpy ruff==0.17.4 mypy==2.4.1
-	@$(PYTHON_VENV)/bin/ruff check --quiet python && $(PYTHON_VENV)/bin/ruff format --check --quiet python
+	@$(PYTHON_VENV)/bin/ruff check --quiet $(PYTHON_SOURCES) && $(PYTHON_VENV)/bin/ruff format --check --quiet $(PYTHON_SOURCES)
 	@MYPYPATH=python $(PYTHON_VENV)/bin/mypy --cache-dir build/mypy -p rapt
 
-parity: ## compare rapt.torch with PyTorch in thousands of random configurations, and write docs/PARITY.md
+# The newest pip goes on with a download that broke off, and this is one of gigabytes.
+parity-venv:
 	@scripts/bootstrap.sh python
-	@test -x $(PARITY_VENV)/bin/python || { python3 -m venv $(PARITY_VENV) && $(PARITY_VENV)/bin/python -m pip \
-		--disable-pip-version-check install --quiet $(PIP_FLAGS) -r python/parity/requirements.txt; } || { rm -rf $(PARITY_VENV); exit 1; }
-	@$(PARITY_VENV)/bin/python -m pip --disable-pip-version-check install --quiet $(PIP_FLAGS) .
-	@RAPT_PARITY_TABLE=docs/PARITY.md $(PARITY_VENV)/bin/python -m pytest --quiet python/tests/test_torch_*.py python/parity
+	@test -x $(PARITY_VENV)/bin/python || python3 -m venv --upgrade-deps $(PARITY_VENV) || { rm -rf $(PARITY_VENV); exit 1; }
+	@$(PARITY_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --retries 10 --no-compile $(PIP_FLAGS) \
+		-r python/parity/requirements.txt .
+
+parity: parity-venv ## run all Python tests with PyTorch and compare rapt.torch with it in thousands of random configurations; writes docs/PARITY.md
+	@RAPT_PARITY_TABLE=$(PARITY_TABLE) $(PARITY_VENV)/bin/python -m pytest --quiet python/tests python/parity
+
+python-example: parity-venv ## convert a PyTorch model, compare, time; train one to sort letters and draw its attention: build/sorting.png
+	@cd build && $(abspath $(PARITY_VENV))/bin/python ../examples/python/convert_pytorch.py
 
 install: ## install into PREFIX (/usr/local), below DESTDIR if that is set
 	@scripts/bootstrap.sh build
@@ -99,4 +108,4 @@ lint: ## clang-tidy and cppcheck
 clean: ## remove what was built
 	@rm -rf build
 
-.PHONY: help run train test bench bench-peers python-test python-lint parity install format format-check lint clean
+.PHONY: help run train test bench bench-peers python-test python-lint parity-venv parity python-example install format format-check lint clean

@@ -188,8 +188,13 @@ rapt_tensor *core_take(core_call *call, PyObject *array, const char *name, bool 
     if (table != NULL) {
         dl_tensor dl;
         if (table->tensor_from_object(array, &dl) != 0) return NULL;
-        Py_INCREF(array);
-        return core_call_keep(call, array) < 0 || from_dl(&dl, name, tensor) < 0 ? NULL : tensor;
+        /* The caller holds results while they are written. A state must not: the result of an autograd function leads to
+         * the function, and that to the state, which would then hold itself, unseen by the garbage collector. */
+        if (!writable) {
+            Py_INCREF(array);
+            if (core_call_keep(call, array) < 0) return NULL;
+        }
+        return from_dl(&dl, name, tensor) < 0 ? NULL : tensor;
     }
     int taken = by_dlpack(call, array, name, writable, tensor);
     if (taken == 0) {

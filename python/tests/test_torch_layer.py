@@ -1,9 +1,11 @@
 """rapt.torch's multi_head_attention_forward, MultiheadAttention and sdpa against PyTorch's."""
 
 import copy
+import gc
 import inspect
 import itertools
 import pickle
+import weakref
 
 import pytest
 
@@ -302,6 +304,20 @@ def test_layer_compiles():
         close(torch.compile(ours, backend="aot_eager", fullgraph=True)(x, x, x)[0], theirs(x, x, x)[0])
     program = torch.export.export(ours, (x, x, x))
     assert any(node.target is torch.ops.rapt.attention.default for node in program.graph.nodes)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("backward", [False, True])
+def test_results_are_freed(need_weights, backward):
+    layer = rapt.torch.MultiheadAttention(E, H, batch_first=True)
+    x = torch.randn(2, 3, E)
+    results = [r for r in layer(x, x, x, need_weights=need_weights) if r is not None]
+    alive = [weakref.ref(r) for r in (*results, results[0].grad_fn)]
+    if backward:
+        sum(r.sum() for r in results).backward()
+    del results
+    gc.collect()
+    assert [r() for r in alive] == [None] * len(alive)
 
 
 def test_sdpa_context():
