@@ -34,6 +34,11 @@ void *core_call_allocate(core_call *call, size_t size) {
     return call->blocks[call->num_blocks++] = memory;
 }
 
+void core_call_release(core_call *call, const void *memory) {
+    for (int i = 0; i < call->num_blocks; i++)
+        if (call->blocks[i] == memory) call->blocks[i] = call->blocks[--call->num_blocks];
+}
+
 /* ---- in ---- */
 
 static int from_dl(const dl_tensor *dl, const char *name, rapt_tensor *tensor) {

@@ -9,6 +9,7 @@
  *     fields.c     keywords into the fields of a struct
  *     attention.c  the operator and its backward
  *     sdpa.c       the operator with PyTorch's meaning
+ *     torch.c      the same for PyTorch's tensors, with what its autograd needs
  *     layer.c      layers, made or loaded
  *     functional.c the layer with weights of the call's
  *     state.c      what a forward keeps for its backward
@@ -55,6 +56,7 @@ void core_call_end(core_call *call);
 /* Takes the reference over, also when it fails. */
 int core_call_keep(core_call *call, PyObject *reference);
 void *core_call_allocate(core_call *call, size_t size);
+void core_call_release(core_call *call, const void *memory); /* it is the caller's from now on */
 
 /* ---- arrays.c ---- */
 
@@ -141,6 +143,19 @@ PyObject *core_copy(PyObject *module, PyObject *args);
 PyObject *core_attention(PyObject *module, PyObject *args, PyObject *keywords);
 PyObject *core_attention_backward(PyObject *module, PyObject *args, PyObject *keywords);
 PyObject *core_sdpa(PyObject *module, PyObject *args);
+/* A mask that says who attends, for [A,N,H,L,S]: as one of five dimensions, where true blocks. rank: query's and key's. */
+rapt_tensor *core_take_mask(core_call *call, PyObject *object, int32_t rank, const int64_t *size);
+/* [A,N,...] as [A*N,...]: one of both is 1, or strides allow it. */
+rapt_tensor core_merge(const rapt_tensor *t);
+
+/* ---- torch.c ---- */
+
+extern const char core_torch_connect_doc[], core_torch_attend_doc[], core_torch_record_doc[], core_torch_backward_doc[];
+PyObject *core_torch_connect(PyObject *module, PyObject *args);
+PyObject *core_torch_attend(PyObject *module, PyObject *args);
+PyObject *core_torch_record(PyObject *module, PyObject *args);
+PyObject *core_torch_backward(PyObject *module, PyObject *args);
+int core_add_torch(PyObject *module);
 
 /* ---- functional.c, layer.c, state.c, cache.c ---- */
 
