@@ -45,6 +45,7 @@ typedef struct core_call {
     int num_tensors, num_kept, num_blocks;
     rapt_tensor tensors[CORE_MAX_TENSORS];
     PyObject *kept[CORE_MAX_KEPT];  /* references */
+    bool is_result[CORE_MAX_KEPT];  /* of each: it is there for what the call writes to */
     void *blocks[CORE_MAX_TENSORS]; /* memory */
 } core_call;
 
@@ -175,7 +176,7 @@ PyObject *core_end_forward(core_call *call, PyObject *keywords, PyObject *result
 rapt_mha *core_layer_of(PyObject *object, const char *name);
 rapt_cache *core_cache_of(PyObject *object, const char *name);
 rapt_mha_state *core_state_of(PyObject *object, const char *name);
-/* Hands what a call borrows to the state, and what the state had before to the call. */
+/* Hands what a call borrows to the state, but for its results, and what the state had before to the call. */
 void core_state_keep(PyObject *state, core_call *call);
 int core_add_layers(PyObject *module);
 int core_add_states(PyObject *module);

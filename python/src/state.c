@@ -14,6 +14,14 @@ rapt_mha_state *core_state_of(PyObject *object, const char *name) {
 }
 
 void core_state_keep(PyObject *state, core_call *call) {
+    int num_kept =
+        0; /* no results: PyTorch's keep what computed them, and so the state, which nothing would ever free */
+    for (int i = 0; i < call->num_kept; i++)
+        if (call->is_result[i])
+            Py_DECREF(call->kept[i]);
+        else
+            call->kept[num_kept++] = call->kept[i];
+    call->num_kept = num_kept;
     core_call *borrowed = &((state_object *)state)->borrowed;
     core_call before = *borrowed;
     *borrowed = *call;

@@ -1,9 +1,11 @@
 """rapt.torch's multi_head_attention_forward, MultiheadAttention, convert and sdpa against PyTorch's."""
 
 import copy
+import gc
 import inspect
 import itertools
 import pickle
+import weakref
 
 import pytest
 
@@ -393,3 +395,22 @@ def test_sdpa_context():
         module = nn.MultiheadAttention(4, 2)
         close(module(q[0], q[0], q[0], need_weights=False)[0], rapt.torch.convert(module)(q[0], q[0], q[0])[0])
     assert F.scaled_dot_product_attention is before
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_nothing_is_kept(need_weights):
+    """A trained layer's result goes with its last reference, without the garbage collector: there are no circles."""
+    layer = rapt.torch.MultiheadAttention(8, 2, batch_first=True)
+    x = torch.randn(2, 3, 8, requires_grad=True)
+    gc.collect()
+    gc.disable()
+    try:
+        for backward in (False, True):
+            results = [r for r in layer(x, x, x, need_weights=need_weights) if r is not None]
+            ends = [weakref.ref(end) for r in results for end in (r, r.grad_fn)]
+            if backward:
+                sum(r.sum() for r in results).backward()
+            del results
+            assert [end() for end in ends] == [None] * len(ends)
+    finally:
+        gc.enable()
