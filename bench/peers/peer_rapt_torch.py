@@ -19,7 +19,7 @@ SIDES = ("rapt.torch", "PyTorch")  # what a variant's name begins with; the best
 
 
 def start(threads: int) -> str:
-    rapt.set_num_threads(threads)
+    """The threads are PyTorch's; rapt.torch computes on them, too."""
     return f"{rapt.__version__}, PyTorch {peer_pytorch.start(threads)}"
 
 

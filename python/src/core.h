@@ -91,6 +91,7 @@ PyObject *core_raise(const rapt_context *context, rapt_status status);
 PyObject *core_done(const rapt_context *context, rapt_status status);
 /* Gives a call that draws dropout the next draw, unless it has one. */
 void core_draw(rapt_options *options);
+PyObject *core_borrow_threads(PyObject *module, PyObject *args);
 PyObject *core_set_num_threads(PyObject *module, PyObject *count);
 PyObject *core_get_num_threads(PyObject *module, PyObject *none);
 PyObject *core_manual_seed(PyObject *module, PyObject *seed);

@@ -15,6 +15,10 @@ static PyMethodDef methods[] = {
     {"load", CORE_METHOD(core_load), METH_VARARGS | METH_KEYWORDS, core_load_doc},
     {"layers", core_layers, METH_O, core_layers_doc},
     {"copy", core_copy, METH_VARARGS, "copy(source, target)\n--\n\nrapt_tensor_copy: types convert."},
+    {"borrow_threads", core_borrow_threads, METH_VARARGS,
+     "borrow_threads(parallel_for, num_threads)\n--\n\n"
+     "Addresses of LibTorch's torch_parallel_for and torch_get_num_threads, to compute with while no number is set; "
+     "None: not."},
     {"set_num_threads", core_set_num_threads, METH_O, "set_num_threads(count)\n--\n\n0: the default."},
     {"get_num_threads", core_get_num_threads, METH_NOARGS, "get_num_threads()\n--\n\n"},
     {"manual_seed", core_manual_seed, METH_O, "manual_seed(seed)\n--\n\nOf dropout, from its first draw on."},

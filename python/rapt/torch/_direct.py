@@ -6,7 +6,6 @@ one call. For what it does not take it returns None. docs/DESIGN.md says what it
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from rapt import _core
 from rapt.torch import _kernels as kernels
 from rapt.torch import _operators as operators
+from rapt.torch._libtorch import addresses, share_threads
 from rapt.torch._shapes import align_mask
 
 attend = _core.torch_attend
@@ -51,20 +51,12 @@ def _empty(prototype: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) 
     return torch.empty_strided(shape, strides, dtype=prototype.dtype, device=prototype.device)
 
 
-def _addresses() -> tuple[Any, ...] | None:
-    """Of functions of LibTorch's stable ABI that make tensors; None before PyTorch 2.14."""
-    try:
-        library = ctypes.CDLL(torch._C.__file__)
-        return tuple(ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in _STABLE)
-    except (AttributeError, OSError):
-        return None
-
-
 def connect(stable: bool = True) -> None:
-    """Tells the binding what to call. `stable`: make tensors by the stable ABI, if it is there."""
+    """Tells the binding what to call. `stable`: make tensors by the stable ABI, if it is there (PyTorch 2.14)."""
     # The apply of Function itself looks first whether transforms of torch.func are active, which is known here.
     apply = super(torch.autograd.Function, _Recorded).apply
-    _core.torch_connect(Tensor, torch.nn.Parameter, apply, _empty, _addresses() if stable else None)
+    _core.torch_connect(Tensor, torch.nn.Parameter, apply, _empty, addresses(*_STABLE) if stable else None)
 
 
 connect()
+share_threads()
