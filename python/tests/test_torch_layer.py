@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch", minversion="2.10")
 
 import rapt.torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from rapt.torch import _encoder as encoder  # noqa: E402
 from torch import nn  # noqa: E402
 
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -382,6 +383,35 @@ def test_convert(training, monkeypatch):
         theirs = model(source, target, src_key_padding_mask=padding, memory_key_padding_mask=padding)
     close(ours, theirs)
     assert type(rapt.torch.convert(nn.MultiheadAttention(E, H))) is rapt.torch.MultiheadAttention
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", nn.ReLU(), F.silu])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_converted_encoder_layer(activation, norm_first, monkeypatch):
+    layer = nn.TransformerEncoderLayer(
+        E, H, 12, dropout=0.0, batch_first=True, activation=activation, norm_first=norm_first
+    )
+    x = torch.randn(N, L, E)
+    expected = layer(x)
+    text = repr(layer)
+    rapt.torch.convert(layer).eval()
+    assert repr(layer) == text
+    in_place = []
+    for function, replaced in dict(encoder._IN_PLACE).items():
+        monkeypatch.setitem(encoder._IN_PLACE, function, lambda t, run=replaced: in_place.append(1) or run(t))
+    close(layer(x), expected)
+    assert not in_place  # the gradient needs what was there before
+    with torch.no_grad():
+        close(layer(x), expected)
+        assert len(in_place) == isinstance(activation, str)
+        seen = []
+        for watch in (layer.linear1.register_forward_hook, nn.modules.module.register_module_forward_hook):
+            with_hook = watch(lambda module, args, out: seen.append(out) if module is layer.linear1 else None)
+            close(layer(x), expected)
+            with_hook.remove()
+        assert len(in_place) == isinstance(activation, str) and all((t < 0).any() for t in seen) and len(seen) == 2
+        close(pickle.loads(pickle.dumps(layer))(x), expected)
+        close(copy.deepcopy(layer)(x), expected)
 
 
 def test_sdpa_context():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rapt import _core
 from rapt.torch import _kernels as kernels
 from rapt.torch._attention import _is_autocast, _is_compiling, in_eager_mode, scaled_dot_product_attention, takes
+from rapt.torch._encoder import TransformerEncoderLayer
 from rapt.torch._functional import WEIGHTS, forward
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -183,15 +184,16 @@ def convert(model: Model, back: bool = False) -> Model:
     Parameters, hooks and identities stay. nn.TransformerEncoderLayer and nn.TransformerEncoder, which have a shorter
     way around their attention layer in eval mode, take the long one while converted.
     """
-    old, new = (MultiheadAttention, nn.MultiheadAttention) if back else (nn.MultiheadAttention, MultiheadAttention)
+    pairs = ((nn.MultiheadAttention, MultiheadAttention), (nn.TransformerEncoderLayer, TransformerEncoderLayer))
+    swapped: dict[type, type] = {new: old for old, new in pairs} if back else dict(pairs)
     shortcuts = (
         (nn.TransformerEncoderLayer, "activation_relu_or_gelu", 0),
         (nn.TransformerEncoder, "use_nested_tensor", False),
     )
     for module in model.modules():
-        if type(module) is old:
+        if type(module) in swapped:
             module.__dict__.pop("_rapt_packed", None)
-            module.__class__ = new
+            module.__class__ = swapped[type(module)]
         for kind, name, closed in shortcuts:
             if isinstance(module, kind):
                 if back and "_rapt_shortcut" in module.__dict__:
