@@ -176,4 +176,4 @@ def test_mistakes_of_callers():
         with pytest.raises((TypeError, AttributeError)):
             getattr(direct._core, function)(q, q)
     with pytest.raises(TypeError):
-        direct._core.torch_record(None, q, q, q, q, q)
+        direct._core.torch_record(None, q, q, q, q)

@@ -31,7 +31,7 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None) -> tuple[Any, ...]:
         if d_out is None:
-            return (None,) * 5
+            return (None,) * 4
         if not _is_grad_enabled():
             return _backward(ctx, d_out.resolve_neg())
         # Somebody may ask for the second derivative, which the operator refuses.
@@ -44,7 +44,7 @@ class _Recorded(torch.autograd.Function):
         results = operators.attention_backward(
             d_out, None, query, key, value, out, torch.from_dlpack(record.lse), mask, *options, wanted
         )
-        return *(r if want else None for r, want in zip(results, wanted)), None
+        return tuple(r if want else None for r, want in zip(results, wanted))
 
 
 def _empty(prototype: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
