@@ -11,6 +11,7 @@ import argparse
 import ctypes
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -201,7 +202,7 @@ def measure(options, threads: int, report: dict, notes: list[str]) -> None:
         print(f"\n{threads} {'thread' if threads == 1 else 'threads'}: best time, share of the limit, slowest round\n"
               + " | ".join(["    ", *(f"{TITLES[name]:>20}" for name in names), title]))
         for shape in shapes:
-            if options.filter in shape["name"]:
+            if re.search(options.filter, shape["name"]):
                 result = time_shape(shape, participants, options.seconds, notes)
                 print(row(result, names), flush=True)
                 results.append({"threads": threads, **result})
@@ -232,7 +233,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Times the shapes of bench/bench.c in Rapt and its peers, in turn.")
     parser.add_argument("--bench", type=Path, required=True, help="the built rapt_bench")
     parser.add_argument("--threads", type=int, help="default: 1, then all")
-    parser.add_argument("--filter", default="", help="part of a shape's name")
+    parser.add_argument("--filter", default="", help="part of a shape's name, or a regular expression for it")
     parser.add_argument("--seconds", type=float, default=20, help=f"for each shape; at least {LEAST_ROUNDS} rounds")
     parser.add_argument("--peers", type=lambda text: text.split(","), default=PEERS, help=",".join(PEERS))
     parser.add_argument("--isa", default="auto", help="Rapt's; avx2 also limits the peers that can be limited")
