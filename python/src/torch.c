@@ -132,14 +132,17 @@ static void strides_like(const rapt_tensor *t, int64_t *strides) {
     }
 }
 
-/* 1 for a tensor whose memory tells all, by its own type; 0 for another; -1 with an exception. */
-static int is_plain(PyObject *object) {
+/* Whether it is a tensor and nothing more: whatever else has methods of its own, which nobody expects to be called. */
+static bool is_tensor(PyObject *object) {
     PyObject *type = (PyObject *)Py_TYPE(object);
-    if (type != torch.tensor_type && type != torch.parameter_type) return 0;
-    PyObject *negative = PyObject_CallMethodObjArgs(object, name_is_neg, NULL);
-    if (negative == NULL) return -1;
-    Py_DECREF(negative);
-    return negative == Py_False;
+    return type == torch.tensor_type || type == torch.parameter_type;
+}
+
+/* Whether a tensor's memory does not tell all. */
+static bool is_negative(PyObject *tensor) {
+    PyObject *negative = PyObject_CallMethodObjArgs(tensor, name_is_neg, NULL);
+    Py_XDECREF(negative);
+    return negative != Py_False;
 }
 
 static bool wants_gradient(PyObject *object) {
@@ -152,7 +155,7 @@ static bool wants_gradient(PyObject *object) {
 static bool take_three(core_call *call, PyObject *const *objects, bool grouped, rapt_tensor *t[3]) {
     static const char *const names[] = {"query", "key", "value"};
     for (int i = 0; i < 3; i++) {
-        if (is_plain(objects[i]) <= 0 || (t[i] = core_take(call, objects[i], names[i], false)) == NULL) return false;
+        if (is_negative(objects[i]) || (t[i] = core_take(call, objects[i], names[i], false)) == NULL) return false;
         if (t[i]->ndim != 4 || t[i]->dtype != t[0]->dtype || t[i]->dtype == RAPT_BOOL ||
             t[i]->device != RAPT_DEVICE_CPU || t[i]->shape[0] != t[0]->shape[0])
             return false;
@@ -166,7 +169,7 @@ static bool take_three(core_call *call, PyObject *const *objects, bool grouped, 
 /* The mask as [N,H,L,S], where true blocks. */
 static bool take_mask(core_call *call, PyObject *object, const rapt_tensor *query, const rapt_tensor *key,
                       rapt_tensor *mask) {
-    if (is_plain(object) <= 0) return false;
+    if (is_negative(object)) return false;
     const int64_t size[] = {1, query->shape[0], query->shape[1], query->shape[2], key->shape[2]};
     const rapt_tensor *taken = core_take_mask(call, object, 4, size);
     if (taken == NULL || taken->device != RAPT_DEVICE_CPU ||
@@ -221,6 +224,9 @@ PyObject *core_torch_attend(PyObject *module, PyObject *args) {
     if (torch.apply == NULL || PyTuple_Size(args) != ARGUMENTS)
         return PyErr_SetString(PyExc_TypeError, "torch_attend is called by rapt.torch alone"), NULL;
     for (int i = 0; i < ARGUMENTS; i++) a[i] = PyTuple_GetItem(args, i);
+    if (!is_tensor(a[QUERY]) || !is_tensor(a[KEY]) || !is_tensor(a[VALUE]) ||
+        !(a[MASK] == Py_None || is_tensor(a[MASK])))
+        return core_none();
 
     rapt_options o;
     memset(&o, 0, sizeof o);
@@ -242,7 +248,10 @@ PyObject *core_torch_attend(PyObject *module, PyObject *args) {
     core_call_end(&call);
     if (out != NULL && recording) {
         record->out = out;
-        if (has_mask && record->mask.data == NULL) Py_INCREF(record->kept = a[MASK]);
+        if (has_mask && record->mask.data == NULL) {
+            Py_INCREF(a[MASK]);
+            record->kept = a[MASK];
+        }
         /* Not one argument more: each costs a fifth of a microsecond. */
         out = PyObject_CallFunctionObjArgs(torch.apply, a[QUERY], a[KEY], a[VALUE], record, NULL);
         Py_DECREF(record);
