@@ -20,7 +20,7 @@ SIDES = ("rapt.torch", "PyTorch")  # what a variant's name begins with; the best
 
 def start(threads: int) -> str:
     """The threads are PyTorch's; rapt.torch computes on them, too."""
-    return f"{rapt.__version__}, PyTorch {peer_pytorch.start(threads)}"
+    return f"{rapt.__version__} with PyTorch {peer_pytorch.start(threads)}"
 
 
 def operator(p):
