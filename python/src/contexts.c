@@ -30,6 +30,7 @@ typedef int32_t borrowed_count(uint32_t *count);
 
 static borrowed_for *borrowed_run; /* NULL: none to be borrowed */
 static borrowed_count *borrowed_threads;
+static bool is_child;             /* of a process that may have used them */
 static shared_pool *current_pool; /* NULL: borrowed threads, or not made yet */
 static pthread_key_t key;         /* of a thread_context */
 static pthread_once_t key_once = PTHREAD_ONCE_INIT;
@@ -90,8 +91,8 @@ static void run_borrowed(void *user, int64_t count, void (*task)(void *arg, int6
     if (borrowed_run(0, count, 1, run_range, &job) != 0) run_range(0, count, &job); /* tasks do what is left to do */
 }
 
-/* Threads do not live on in a child, and whoever lends them may not know; a pool does. */
-static void forget_borrowed(void) { borrowed_run = NULL; }
+/* Threads do not live on in a child, and whoever lent them may not know. There a pool does, with as many. */
+static void after_fork(void) { is_child = true; }
 
 PyObject *core_borrow_threads(PyObject *module, PyObject *args) {
     (void)module;
@@ -104,7 +105,7 @@ PyObject *core_borrow_threads(PyObject *module, PyObject *args) {
         if (PyErr_Occurred()) return NULL;
     }
     if (functions[0] == NULL || functions[1] == NULL) functions[0] = NULL;
-    if (!watches_forks && pthread_atfork(NULL, NULL, forget_borrowed) != 0) return PyErr_NoMemory();
+    if (!watches_forks && pthread_atfork(NULL, NULL, after_fork) != 0) return PyErr_NoMemory();
     watches_forks = true;
     memcpy(&borrowed_threads, &functions[1], sizeof(void *));
     memcpy(&borrowed_run, &functions[0], sizeof(void *));
@@ -160,7 +161,10 @@ rapt_context *core_context(void) {
     uint32_t borrowed = 0;
     if (current_pool == NULL && borrowed_run != NULL && (borrowed_threads(&borrowed) != 0 || borrowed > INT32_MAX))
         borrowed = 0;
-    if (current_pool == NULL && borrowed == 0 && set_pool(0) < 0) return NULL;
+    if (current_pool == NULL && (borrowed == 0 || is_child)) {
+        if (set_pool((int32_t)borrowed) < 0) return NULL;
+        borrowed = 0;
+    }
     thread_context *own = pthread_getspecific(key);
     if (own == NULL) {
         own = calloc(1, sizeof *own);
