@@ -51,13 +51,14 @@ bench: ## build and run the benchmark; ARGS= for its options
 	@cmake --build $(BUILD) --target rapt_bench
 	@RAPT_COMMIT=$$(git describe --always --dirty 2>/dev/null) $(BUILD)/rapt_bench $(ARGS)
 
-bench-peers: ## time the benchmark's shapes in other libraries beside Rapt; ARGS= for the options of bench/peers/peers.py
+bench-peers: ## time the benchmark's shapes in other libraries beside Rapt, and rapt.torch beside PyTorch; ARGS= for the options of bench/peers/peers.py
 	@scripts/bootstrap.sh build
 	@mkdir -p build
 	@$(CONFIGURE) -DRAPT_BUILD_TESTS=OFF $(QUIETLY)
 	@cmake --build $(BUILD) --target rapt_bench
 	@test -x $(PEERS_VENV)/bin/python || { python3 -m venv $(PEERS_VENV) && \
 		$(PEERS_VENV)/bin/pip install -r bench/peers/requirements.txt; } || { rm -rf $(PEERS_VENV); exit 1; }
+	@$(PEERS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet $(PIP_FLAGS) .
 	@RAPT_COMMIT=$$(git describe --always --dirty 2>/dev/null) $(PEERS_VENV)/bin/python bench/peers/peers.py --bench $(BUILD)/rapt_bench $(ARGS)
 
 python-test: ## install the Python package into a virtual environment and run its tests

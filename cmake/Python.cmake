@@ -17,7 +17,8 @@ Python_add_library(rapt_python MODULE
   python/src/layer.c
   python/src/module.c
   python/src/sdpa.c
-  python/src/state.c)
+  python/src/state.c
+  python/src/torch.c)
 rapt_compile_options(rapt_python)
 target_compile_definitions(rapt_python PRIVATE Py_LIMITED_API=0x03090000 _POSIX_C_SOURCE=200809L)
 target_link_libraries(rapt_python PRIVATE rapt Threads::Threads)

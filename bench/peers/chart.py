@@ -80,7 +80,7 @@ def main() -> None:
     for i, result in enumerate(results):
         parts += group(result, LEFT + GAP / 2 + i * GROUP)
     names = {name: title for name, (title, _) in SERIES.items()} | {CEILING: "OpenBLAS"}
-    versions = ", ".join(f"{names[name]} {version}" for name, version in report["versions"].items())
+    versions = ", ".join(f"{names[name]} {version}" for name, version in report["versions"].items() if name in names)
     limits = "Of the multiply-add peak; D1 and D2 of the rate of reading memory. Causal counts half the operations."
     parts += [text(LEFT, height - 26, f"{limits} Each library with its best operator and layout."),
               text(LEFT, height - 11, f"{report['cpu']}; Rapt {report['rapt']['version']} with {isa}, {versions}.")]

@@ -4,12 +4,14 @@
 
 Each library runs in a process of its own and is stopped while another has its turn, so that no thread that waits or
 spins costs the others anything. One round of each follows another; the best round of each counts, of its best variant.
+A second table has what Python users get: rapt.torch beside the calls of PyTorch's that it replaces, in one process.
 """
 
 import argparse
 import ctypes
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -19,13 +21,15 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PEERS = ["pytorch", "onnxruntime", "openvino", "onednn", "jax", "openblas"]
+PAIR = "rapt_torch"  # rapt.torch and PyTorch in one process: a table of its own
+PEERS = ["pytorch", "onnxruntime", "openvino", "onednn", "jax", "openblas", PAIR]
 TITLES = {"rapt": "Rapt", "pytorch": "PyTorch", "onnxruntime": "ONNX Runtime", "openvino": "OpenVINO",
-          "onednn": "oneDNN", "jax": "JAX", "openblas": "OpenBLAS*"}
+          "onednn": "oneDNN", "jax": "JAX", "openblas": "OpenBLAS*", PAIR: "rapt.torch"}
 PRODUCTS_ONLY = {"openblas"}  # leaves out the softmax, so it is shown but is no peer
 PATIENCE = 300  # seconds for an answer
 PAUSE = 2e-3  # seconds between turns
 LEAST_ROUNDS = 3
+LAYERS, FEED_FORWARD = 6, 2048  # of the encoder
 
 # What --isa avx2 can do for the peers. ONNX Runtime always takes what the CPU has, as do kernels of OpenVINO's own.
 ONLY_AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2",
@@ -103,7 +107,7 @@ def time_shape(shape: dict, participants: list[Participant], seconds: float, not
     for participant in participants:
         try:
             if participant.name == "rapt":
-                participant.ask(f"prepare {shape['name']}")
+                participant.ask(f"prepare {shape.get('limit_of', shape['name'])}")
                 times[participant] = [Times("")]
                 continue
             prepared = participant.ask("prepare " + json.dumps(shape))
@@ -131,15 +135,32 @@ def time_shape(shape: dict, participants: list[Participant], seconds: float, not
 
     result = {"name": shape["name"], "words": shape["words"], "limit": limit, "rounds": rounds, "times": {}}
     for participant, variants in times.items():
-        if variants:
-            best = min(variants, key=lambda variant: variant.best)
-            result["times"][participant.name] = {"seconds": best.best, "spread": best.worst / best.best,
-                                                 "share": shape["work"] / best.best / limit, "variant": best.name}
-    peers = {name: t["seconds"] for name, t in result["times"].items() if name not in {"rapt", *PRODUCTS_ONLY}}
-    if peers and "rapt" in result["times"]:
+        if participant.name == "rapt" and "limit_of" in shape:
+            continue  # it timed another shape, for the limit alone
+        sides = {"rapt.torch": PAIR, "PyTorch": "pytorch"} if participant.name == PAIR else {"": participant.name}
+        for side, name in sides.items():
+            timed = [variant for variant in variants if variant.name.startswith(side)]
+            if timed:
+                best = min(timed, key=lambda variant: variant.best)
+                result["times"][name] = {"seconds": best.best, "spread": best.worst / best.best,
+                                         "share": shape["work"] / best.best / limit, "variant": best.name}
+    own = PAIR if any(participant.name == PAIR for participant in participants) else "rapt"
+    peers = {name: t["seconds"] for name, t in result["times"].items() if name not in {"rapt", own, *PRODUCTS_ONLY}}
+    if peers and own in result["times"]:
         result["best_peer"] = min(peers, key=peers.get)
-        result["ratio"] = peers[result["best_peer"]] / result["times"]["rapt"]["seconds"]
+        result["ratio"] = peers[result["best_peer"]] / result["times"][own]["seconds"]
     return result
+
+
+def encoders(layer: dict) -> list[dict]:
+    """A TransformerEncoder with the sizes of a layer's shape, and the same trained."""
+    n, l, e = layer["n"], layer["l"], layer["embed_dim"]
+    products, attention = n * l * e * (8 * e + 4 * FEED_FORWARD), 4 * n * l * l * e
+    words = f"TransformerEncoder of {LAYERS}, E{e} H{layer['heads']} FF{FEED_FORWARD} N{n} L{l}"
+    more = {"layers": LAYERS, "feed_forward": FEED_FORWARD, "limit_of": layer["name"]}
+    return [{**layer, **more, "name": "T6", "words": words, "work": LAYERS * (products + attention)},
+            {**layer, **more, "name": "T6t", "words": f"trained: {words}", "trains": True,
+             "work": LAYERS * (3 * products + 3.5 * attention)}]
 
 
 def in_words(seconds: float) -> str:
@@ -173,6 +194,19 @@ def measure(options, threads: int, report: dict, notes: list[str]) -> None:
     worker = [sys.executable, HERE / "worker.py"]
     peers = [Participant(name, [*worker, name, str(threads)], environment) for name in options.peers]
     everyone = [rapt, *peers]
+
+    def table(participants: list[Participant], shapes: list[dict], title: str, results: list[dict]) -> None:
+        names = [participant.name for participant in participants]
+        if PAIR in names:
+            names.append("pytorch")
+        print(f"\n{threads} {'thread' if threads == 1 else 'threads'}: best time, share of the limit, slowest round\n"
+              + " | ".join(["    ", *(f"{TITLES[name]:>20}" for name in names), title]))
+        for shape in shapes:
+            if re.search(options.filter, shape["name"]):
+                result = time_shape(shape, participants, options.seconds, notes)
+                print(row(result, names), flush=True)
+                results.append({"threads": threads, **result})
+
     try:
         for peer in peers.copy():
             try:
@@ -180,16 +214,16 @@ def measure(options, threads: int, report: dict, notes: list[str]) -> None:
             except Failure as failure:
                 notes.append(f"{TITLES[peer.name]}: {failure}")
                 everyone.remove(peer)
-        shapes = [shape for shape in rapt.ask("shapes") if options.filter in shape["name"]]
+        shapes = rapt.ask("shapes")
         report["rapt"] = rapt.about
         report["versions"].update({peer.name: peer.about["version"] for peer in everyone[1:]})
-        names = [participant.name for participant in everyone]
-        print(f"\n{threads} {'thread' if threads == 1 else 'threads'}: best time, share of the limit, slowest round\n"
-              + " | ".join(["    ", *(f"{TITLES[name]:>20}" for name in names), "best peer / Rapt"]))
-        for shape in shapes:
-            result = time_shape(shape, everyone, options.seconds, notes)
-            print(row(result, names), flush=True)
-            report["results"].append({"threads": threads, **result})
+        alone = [participant for participant in everyone if participant.name != PAIR]
+        pair = [participant for participant in everyone if participant.name in ("rapt", PAIR)]
+        if len(alone) > 1 or len(pair) == 1:
+            table(alone, shapes, "best peer / Rapt", report["results"])
+        if len(pair) > 1:
+            layer = next(shape for shape in shapes if shape["name"] == "L1")
+            table(pair, [*shapes, *encoders(layer)], "PyTorch / rapt.torch", report["rapt_torch"])
     finally:
         for participant in everyone:
             participant.end()
@@ -199,7 +233,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Times the shapes of bench/bench.c in Rapt and its peers, in turn.")
     parser.add_argument("--bench", type=Path, required=True, help="the built rapt_bench")
     parser.add_argument("--threads", type=int, help="default: 1, then all")
-    parser.add_argument("--filter", default="", help="part of a shape's name")
+    parser.add_argument("--filter", default="", help="part of a shape's name, or a regular expression for it")
     parser.add_argument("--seconds", type=float, default=20, help=f"for each shape; at least {LEAST_ROUNDS} rounds")
     parser.add_argument("--peers", type=lambda text: text.split(","), default=PEERS, help=",".join(PEERS))
     parser.add_argument("--isa", default="auto", help="Rapt's; avx2 also limits the peers that can be limited")
@@ -210,7 +244,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that participants are ended
 
     commit = os.environ.get("RAPT_COMMIT", "")
-    report = {"cpu": cpu_name(), "commit": commit, "dtype": "f32", "versions": {}, "results": []}
+    report = {"cpu": cpu_name(), "commit": commit, "dtype": "f32", "versions": {}, "results": [], "rapt_torch": []}
     notes: list[str] = []
     cores = len(os.sched_getaffinity(0))
     for threads in dict.fromkeys([options.threads] if options.threads else [1, cores]):

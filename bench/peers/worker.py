@@ -11,6 +11,7 @@ A peer is a module peer_NAME.py:
     array(output)             what run() returned as a NumPy array, [N, H, L, D] or [N, L, H * D]
     PRODUCTS_ONLY             whether it leaves out the softmax
     TRAINS                    whether it knows shapes that train: run() then computes all gradients too (default: no)
+    SIDES                     what names of variants begin with, if the module times several libraries in one process
 """
 
 import functools
@@ -36,6 +37,7 @@ class Problem:
     """A shape with its inputs: q, k, v, or for the layer x and its weights."""
 
     def __init__(self, shape: dict, has_softmax: bool):
+        self.layers = 0  # of an encoder
         self.__dict__.update(shape)  # n, heads, kv_heads, l, s, d, embed_dim, causal, trains, limit
         self.has_softmax = has_softmax
         self.is_layer = self.embed_dim > 0
@@ -139,8 +141,12 @@ class Worker:
                 seconds[name] = min(self.rounds[name]() for _ in range(3)) if once < SHORT else once
             except Exception as error:  # whatever a library throws, the others are timed
                 refused[name] = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        limit = SLOWER * min(seconds.values(), default=0)
-        self.rounds = {name: round for name, round in self.rounds.items() if seconds[name] <= limit}
+        kept = set()
+        for side in getattr(self.peer, "SIDES", ("",)):
+            names = [name for name in seconds if name.startswith(side)]
+            limit = SLOWER * min((seconds[name] for name in names), default=0)
+            kept |= {name for name in names if seconds[name] <= limit}
+        self.rounds = {name: round for name, round in self.rounds.items() if name in kept}
         return {"seconds": {name: seconds[name] for name in self.rounds}, "refused": refused}
 
     def answer(self, line: str):

@@ -22,7 +22,11 @@ void core_call_end(core_call *call) {
 }
 
 int core_call_keep(core_call *call, PyObject *reference) {
-    if (call->num_kept < CORE_MAX_KEPT) return call->kept[call->num_kept++] = reference, 0;
+    if (call->num_kept < CORE_MAX_KEPT) {
+        call->is_result[call->num_kept] = false;
+        call->kept[call->num_kept++] = reference;
+        return 0;
+    }
     Py_DECREF(reference);
     PyErr_SetString(PyExc_ValueError, "too many arrays in one call");
     return -1;
@@ -32,6 +36,11 @@ void *core_call_allocate(core_call *call, size_t size) {
     void *memory = call->num_blocks < CORE_MAX_TENSORS ? malloc(size > 0 ? size : 1) : NULL;
     if (memory == NULL) return PyErr_NoMemory();
     return call->blocks[call->num_blocks++] = memory;
+}
+
+void core_call_release(core_call *call, const void *memory) {
+    for (int i = 0; i < call->num_blocks; i++)
+        if (call->blocks[i] == memory) call->blocks[i] = call->blocks[--call->num_blocks];
 }
 
 /* ---- in ---- */
@@ -179,7 +188,7 @@ static int by_interface(core_call *call, PyObject *array, const char *name, bool
     return core_call_keep(call, array) < 0 ? -1 : 1;
 }
 
-rapt_tensor *core_take(core_call *call, PyObject *array, const char *name, bool writable) {
+static rapt_tensor *take(core_call *call, PyObject *array, const char *name, bool writable) {
     if (call->num_tensors == CORE_MAX_TENSORS)
         return PyErr_SetString(PyExc_ValueError, "too many arrays in one call"), NULL;
     rapt_tensor *tensor = &call->tensors[call->num_tensors++];
@@ -188,13 +197,8 @@ rapt_tensor *core_take(core_call *call, PyObject *array, const char *name, bool 
     if (table != NULL) {
         dl_tensor dl;
         if (table->tensor_from_object(array, &dl) != 0) return NULL;
-        /* The caller holds results while they are written. A state must not: the result of an autograd function leads to
-         * the function, and that to the state, which would then hold itself, unseen by the garbage collector. */
-        if (!writable) {
-            Py_INCREF(array);
-            if (core_call_keep(call, array) < 0) return NULL;
-        }
-        return from_dl(&dl, name, tensor) < 0 ? NULL : tensor;
+        Py_INCREF(array);
+        return core_call_keep(call, array) < 0 || from_dl(&dl, name, tensor) < 0 ? NULL : tensor;
     }
     int taken = by_dlpack(call, array, name, writable, tensor);
     if (taken == 0) {
@@ -212,6 +216,13 @@ rapt_tensor *core_take(core_call *call, PyObject *array, const char *name, bool 
     if (taken == 0)
         PyErr_Format(PyExc_TypeError, "%s is %R, expected an array (NumPy's, or one with __dlpack__)", name, type);
     return taken == 1 ? tensor : NULL;
+}
+
+rapt_tensor *core_take(core_call *call, PyObject *array, const char *name, bool writable) {
+    int first = call->num_kept;
+    rapt_tensor *tensor = take(call, array, name, writable);
+    for (int i = first; i < call->num_kept; i++) call->is_result[i] = writable;
+    return tensor;
 }
 
 int core_take_optional(core_call *call, PyObject *array, const char *name, bool writable, const rapt_tensor **tensor) {

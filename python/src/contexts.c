@@ -3,6 +3,9 @@
  * The pool's threads work for one call at a time; calls of other Python threads meanwhile run on their own thread. A
  * thread's context goes away with the thread; a pool goes away with the last context that uses it. All of this runs
  * under the interpreter's lock but for the end of a thread, hence the atomic count.
+ *
+ * Beside PyTorch, its threads do the work unless a number was set: after each parallel loop they wait for the next one by
+ * spinning, for milliseconds, on the very CPUs that threads of a pool would need.
  */
 #include "core.h"
 
@@ -16,11 +19,20 @@ typedef struct shared_pool {
 
 typedef struct thread_context {
     rapt_context *context;
-    shared_pool *pool;
+    shared_pool *pool; /* NULL: the context runs on borrowed threads, */
+    uint32_t borrowed; /* so many of them */
 } thread_context;
 
-static shared_pool *current_pool;
-static pthread_key_t key; /* of a thread_context */
+/* Of LibTorch's stable ABI; 0 is success. */
+typedef int32_t borrowed_for(int64_t begin, int64_t end, int64_t grain, void (*range)(int64_t, int64_t, void *),
+                             void *arg);
+typedef int32_t borrowed_count(uint32_t *count);
+
+static borrowed_for *borrowed_run; /* NULL: none to be borrowed */
+static borrowed_count *borrowed_threads;
+static bool is_child;             /* of a process that may have used them */
+static shared_pool *current_pool; /* NULL: borrowed threads, or not made yet */
+static pthread_key_t key;         /* of a thread_context */
 static pthread_once_t key_once = PTHREAD_ONCE_INIT;
 static int key_error;
 
@@ -61,6 +73,47 @@ PyObject *core_done(const rapt_context *context, rapt_status status) {
     return core_none();
 }
 
+/* ---- borrowed threads ---- */
+
+typedef struct borrowed_job {
+    void (*task)(void *arg, int64_t index);
+    void *arg;
+} borrowed_job;
+
+static void run_range(int64_t begin, int64_t end, void *arg) {
+    const borrowed_job *job = arg;
+    for (int64_t i = begin; i < end; i++) job->task(job->arg, i);
+}
+
+static void run_borrowed(void *user, int64_t count, void (*task)(void *arg, int64_t index), void *arg) {
+    (void)user;
+    borrowed_job job = {task, arg};
+    if (borrowed_run(0, count, 1, run_range, &job) != 0) run_range(0, count, &job); /* tasks do what is left to do */
+}
+
+/* Threads do not live on in a child, and whoever lent them may not know. There a pool does, with as many. */
+static void after_fork(void) { is_child = true; }
+
+PyObject *core_borrow_threads(PyObject *module, PyObject *args) {
+    (void)module;
+    static bool watches_forks;
+    void *functions[2] = {NULL};
+    PyObject *addresses[2];
+    if (!PyArg_ParseTuple(args, "OO", &addresses[0], &addresses[1])) return NULL;
+    for (int i = 0; i < 2; i++) {
+        if (addresses[i] != Py_None) functions[i] = PyLong_AsVoidPtr(addresses[i]);
+        if (PyErr_Occurred()) return NULL;
+    }
+    if (functions[0] == NULL || functions[1] == NULL) functions[0] = NULL;
+    if (!watches_forks && pthread_atfork(NULL, NULL, after_fork) != 0) return PyErr_NoMemory();
+    watches_forks = true;
+    memcpy(&borrowed_threads, &functions[1], sizeof(void *));
+    memcpy(&borrowed_run, &functions[0], sizeof(void *));
+    return core_none();
+}
+
+/* ---- contexts ---- */
+
 /* Makes a pool the current one; 0 threads: the default number. */
 static int set_pool(int32_t num_threads) {
     shared_pool *made = malloc(sizeof *made);
@@ -73,12 +126,18 @@ static int set_pool(int32_t num_threads) {
     return 0;
 }
 
-static int renew(thread_context *own) {
+/* A new context for a thread: on the current pool, or on so many borrowed threads. */
+static int renew(thread_context *own, uint32_t borrowed) {
     char message[256] = "";
     rapt_context_config config = rapt_context_config_default();
-    config.pool = current_pool->pool;
     config.error_text = message;
     config.error_text_size = sizeof message;
+    if (borrowed > 0) {
+        config.parallel_for = run_borrowed;
+        config.parallel_for_workers = (int32_t)borrowed;
+    } else {
+        config.pool = current_pool->pool;
+    }
     rapt_context *context;
     rapt_status status = rapt_context_create(&config, &context);
     if (status != RAPT_OK) {
@@ -89,8 +148,9 @@ static int renew(thread_context *own) {
     rapt_context_destroy(own->context);
     release_pool(own->pool);
     own->context = context;
-    own->pool = current_pool;
-    atomic_fetch_add(&current_pool->users, 1);
+    own->borrowed = borrowed;
+    own->pool = borrowed > 0 ? NULL : current_pool;
+    if (own->pool != NULL) atomic_fetch_add(&own->pool->users, 1);
     return 0;
 }
 
@@ -98,13 +158,20 @@ rapt_context *core_context(void) {
     pthread_once(&key_once, make_key);
     if (key_error != 0)
         return PyErr_SetString(PyExc_RuntimeError, "the system has no room for thread-local data"), NULL;
-    if (current_pool == NULL && set_pool(0) < 0) return NULL;
+    uint32_t borrowed = 0;
+    if (current_pool == NULL && borrowed_run != NULL && (borrowed_threads(&borrowed) != 0 || borrowed > INT32_MAX))
+        borrowed = 0;
+    if (current_pool == NULL && (borrowed == 0 || is_child)) {
+        if (set_pool((int32_t)borrowed) < 0) return NULL;
+        borrowed = 0;
+    }
     thread_context *own = pthread_getspecific(key);
     if (own == NULL) {
         own = calloc(1, sizeof *own);
         if (own == NULL || pthread_setspecific(key, own) != 0) return free(own), PyErr_NoMemory(), NULL;
     }
-    if (own->pool != current_pool && renew(own) < 0) return NULL;
+    if ((own->context == NULL || own->borrowed != borrowed || own->pool != current_pool) && renew(own, borrowed) < 0)
+        return NULL;
     return own->context;
 }
 
@@ -114,8 +181,12 @@ PyObject *core_set_num_threads(PyObject *module, PyObject *count) {
     if (number == -1 && PyErr_Occurred()) return NULL;
     if (number < 0 || number > INT32_MAX)
         return PyErr_Format(PyExc_ValueError, "num_threads is %ld, expected at least 1, or 0 for the default", number);
-    if (set_pool((int32_t)number) < 0) return NULL;
-    return core_none();
+    if (number == 0 && borrowed_run != NULL) { /* the default is theirs */
+        release_pool(current_pool);
+        current_pool = NULL;
+        return core_none();
+    }
+    return set_pool((int32_t)number) == 0 ? core_none() : NULL;
 }
 
 PyObject *core_get_num_threads(PyObject *module, PyObject *none) {

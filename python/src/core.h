@@ -10,6 +10,7 @@
  *     fingerprint.c whether arrays still hold the same bytes
  *     attention.c  the operator and its backward
  *     sdpa.c       the operator with PyTorch's meaning
+ *     torch.c      the same for PyTorch's tensors, with what its autograd needs
  *     layer.c      layers, made or loaded
  *     functional.c the layer with weights of the call's
  *     state.c      what a forward keeps for its backward
@@ -45,6 +46,7 @@ typedef struct core_call {
     int num_tensors, num_kept, num_blocks;
     rapt_tensor tensors[CORE_MAX_TENSORS];
     PyObject *kept[CORE_MAX_KEPT];  /* references */
+    bool is_result[CORE_MAX_KEPT];  /* of each: it is there for what the call writes to */
     void *blocks[CORE_MAX_TENSORS]; /* memory */
 } core_call;
 
@@ -56,6 +58,7 @@ void core_call_end(core_call *call);
 /* Takes the reference over, also when it fails. */
 int core_call_keep(core_call *call, PyObject *reference);
 void *core_call_allocate(core_call *call, size_t size);
+void core_call_release(core_call *call, const void *memory); /* it is the caller's from now on */
 
 /* ---- arrays.c ---- */
 
@@ -89,6 +92,7 @@ PyObject *core_raise(const rapt_context *context, rapt_status status);
 PyObject *core_done(const rapt_context *context, rapt_status status);
 /* Gives a call that draws dropout the next draw, unless it has one. */
 void core_draw(rapt_options *options);
+PyObject *core_borrow_threads(PyObject *module, PyObject *args);
 PyObject *core_set_num_threads(PyObject *module, PyObject *count);
 PyObject *core_get_num_threads(PyObject *module, PyObject *none);
 PyObject *core_manual_seed(PyObject *module, PyObject *seed);
@@ -142,6 +146,19 @@ PyObject *core_copy(PyObject *module, PyObject *args);
 PyObject *core_attention(PyObject *module, PyObject *args, PyObject *keywords);
 PyObject *core_attention_backward(PyObject *module, PyObject *args, PyObject *keywords);
 PyObject *core_sdpa(PyObject *module, PyObject *args);
+/* A mask that says who attends, for [A,N,H,L,S]: as one of five dimensions, where true blocks. rank: query's and key's. */
+rapt_tensor *core_take_mask(core_call *call, PyObject *object, int32_t rank, const int64_t *size);
+/* [A,N,...] as [A*N,...]: one of both is 1, or strides allow it. */
+rapt_tensor core_merge(const rapt_tensor *t);
+
+/* ---- torch.c ---- */
+
+extern const char core_torch_connect_doc[], core_torch_attend_doc[], core_torch_record_doc[], core_torch_backward_doc[];
+PyObject *core_torch_connect(PyObject *module, PyObject *args);
+PyObject *core_torch_attend(PyObject *module, PyObject *args);
+PyObject *core_torch_record(PyObject *module, PyObject *args);
+PyObject *core_torch_backward(PyObject *module, PyObject *args);
+int core_add_torch(PyObject *module);
 
 /* ---- fingerprint.c ---- */
 
@@ -166,7 +183,7 @@ PyObject *core_end_forward(core_call *call, PyObject *keywords, PyObject *result
 rapt_mha *core_layer_of(PyObject *object, const char *name);
 rapt_cache *core_cache_of(PyObject *object, const char *name);
 rapt_mha_state *core_state_of(PyObject *object, const char *name);
-/* Hands what a call borrows to the state, and what the state had before to the call. */
+/* Hands what a call borrows to the state, but for its results, and what the state had before to the call. */
 void core_state_keep(PyObject *state, core_call *call);
 int core_add_layers(PyObject *module);
 int core_add_states(PyObject *module);

@@ -116,12 +116,24 @@ static int match_mask(core_call *call, rapt_tensor *mask, const int64_t *size) {
     return mask->dtype == RAPT_BOOL ? turn_around(call, mask) : 0;
 }
 
+rapt_tensor *core_take_mask(core_call *call, PyObject *object, int32_t rank, const int64_t *size) {
+    rapt_tensor *mask = core_take(call, object, "attn_mask", false);
+    if (mask != NULL && mask->ndim == 1) { /* [S] */
+        mask->ndim = 2;
+        mask->shape[1] = mask->shape[0];
+        mask->stride[1] = mask->stride[0];
+        mask->shape[0] = 1;
+    }
+    if (mask == NULL || to_five(mask, "attn_mask", rank) < 0 || match_mask(call, mask, size) < 0) return NULL;
+    return mask;
+}
+
 /* [A,N,...] as [A*N,...], if strides allow it. */
 static bool mergeable(const rapt_tensor *t) {
     return t->shape[A] == 1 || t->shape[N] == 1 || t->stride[A] == t->stride[N] * t->shape[N];
 }
 
-static rapt_tensor merged(const rapt_tensor *t) {
+rapt_tensor core_merge(const rapt_tensor *t) {
     rapt_tensor four = *t;
     four.ndim = 4;
     memmove(four.shape, t->shape + 1, 4 * sizeof *t->shape);
@@ -135,7 +147,7 @@ static rapt_tensor slice(const rapt_tensor *t, int64_t a) {
     rapt_tensor part = *t;
     if (t->shape[A] > 1) part.data = (char *)t->data + a * t->stride[A] * (int64_t)rapt_dtype_size(t->dtype);
     part.shape[A] = 1;
-    return merged(&part);
+    return core_merge(&part);
 }
 
 static int take_band(core_call *call, PyObject *args, rapt_options *o) {
@@ -199,7 +211,7 @@ static rapt_status compute(rapt_context *context, const problem *p) {
     for (int64_t a = 0; a < (one ? 1 : p->query->shape[A]); a++) {
         rapt_tensor t[6];
         for (int i = 0; i < 6; i++)
-            if (all[i] != NULL) t[i] = one ? merged(all[i]) : slice(all[i], a);
+            if (all[i] != NULL) t[i] = one ? core_merge(all[i]) : slice(all[i], a);
         if (p->lse != NULL) t[5].ndim = 3;
         rapt_options o = p->options;
         o.attn_mask = p->mask != NULL ? &t[4] : NULL;
@@ -270,15 +282,9 @@ PyObject *core_sdpa(PyObject *module, PyObject *args) {
     call.batch = p.query->shape[A] * p.query->shape[N];
     if (take_options(&call, args, &p.options) < 0) goto end;
     if (mask != Py_None) {
-        p.mask = core_take(&call, mask, "attn_mask", false);
         const int64_t *q = p.query->shape, size[DIMS] = {q[A], q[N], q[H], q[3], p.key->shape[3]};
-        if (p.mask != NULL && p.mask->ndim == 1) { /* [S] */
-            p.mask->ndim = 2;
-            p.mask->shape[1] = p.mask->shape[0];
-            p.mask->stride[1] = p.mask->stride[0];
-            p.mask->shape[0] = 1;
-        }
-        if (p.mask == NULL || to_five(p.mask, "attn_mask", rank) < 0 || match_mask(&call, p.mask, size) < 0) goto end;
+        p.mask = core_take_mask(&call, mask, rank, size);
+        if (p.mask == NULL) goto end;
     }
     out = make_result(&call, query, &p, rank, p.value->shape[4], 0, &p.out);
     if (out == NULL) goto end;

@@ -14,6 +14,16 @@ rapt_mha_state *core_state_of(PyObject *object, const char *name) {
 }
 
 void core_state_keep(PyObject *state, core_call *call) {
+    /* No results: one of PyTorch's keeps the function that computed it, and that the state, which nothing would ever free. */
+    int num_kept = 0;
+    for (int i = 0; i < call->num_kept; i++) {
+        if (call->is_result[i]) {
+            Py_DECREF(call->kept[i]);
+        } else {
+            call->kept[num_kept++] = call->kept[i];
+        }
+    }
+    call->num_kept = num_kept;
     core_call *borrowed = &((state_object *)state)->borrowed;
     core_call before = *borrowed;
     *borrowed = *call;

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch", minversion="2.10")
 
 import rapt.torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from rapt.torch import _encoder as encoder  # noqa: E402
 from torch import nn  # noqa: E402
 
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -320,6 +321,35 @@ def test_results_are_freed(need_weights, backward):
     assert [r() for r in alive] == [None] * len(alive)
 
 
+@pytest.mark.parametrize("activation", ["relu", "gelu", nn.ReLU(), F.silu])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_converted_encoder_layer(activation, norm_first, monkeypatch):
+    layer = nn.TransformerEncoderLayer(
+        E, H, 12, dropout=0.0, batch_first=True, activation=activation, norm_first=norm_first
+    )
+    x = torch.randn(N, L, E)
+    expected = layer(x)
+    text = repr(layer)
+    rapt.torch.convert(layer).eval()
+    assert repr(layer) == text
+    in_place = []
+    for function, replaced in dict(encoder._IN_PLACE).items():
+        monkeypatch.setitem(encoder._IN_PLACE, function, lambda t, run=replaced: in_place.append(1) or run(t))
+    close(layer(x), expected)
+    assert not in_place  # the gradient needs what was there before
+    with torch.no_grad():
+        close(layer(x), expected)
+        assert len(in_place) == isinstance(activation, str)
+        seen = []
+        for watch in (layer.linear1.register_forward_hook, nn.modules.module.register_module_forward_hook):
+            with_hook = watch(lambda module, args, out: seen.append(out) if module is layer.linear1 else None)
+            close(layer(x), expected)
+            with_hook.remove()
+        assert len(in_place) == isinstance(activation, str) and all((t < 0).any() for t in seen) and len(seen) == 2
+        close(pickle.loads(pickle.dumps(layer))(x), expected)
+        close(copy.deepcopy(layer)(x), expected)
+
+
 def test_sdpa_context():
     q = torch.randn(1, 2, 3, 4)
     before = F.scaled_dot_product_attention
@@ -331,3 +361,22 @@ def test_sdpa_context():
         module = nn.MultiheadAttention(4, 2)
         close(module(q[0], q[0], q[0], need_weights=False)[0], rapt.torch.convert(module)(q[0], q[0], q[0])[0])
     assert F.scaled_dot_product_attention is before
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_nothing_is_kept(need_weights):
+    """A trained layer's result goes with its last reference, without the garbage collector: there are no circles."""
+    layer = rapt.torch.MultiheadAttention(8, 2, batch_first=True)
+    x = torch.randn(2, 3, 8, requires_grad=True)
+    gc.collect()
+    gc.disable()
+    try:
+        for backward in (False, True):
+            results = [r for r in layer(x, x, x, need_weights=need_weights) if r is not None]
+            ends = [weakref.ref(end) for r in results for end in (r, r.grad_fn)]
+            if backward:
+                sum(r.sum() for r in results).backward()
+            del results
+            assert [end() for end in ends] == [None] * len(ends)
+    finally:
+        gc.enable()

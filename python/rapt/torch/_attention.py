@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from rapt.torch import _direct as direct
 from rapt.torch import _kernels as kernels
 from rapt.torch import _operators as operators
+from rapt.torch._shapes import align_mask, bring_together
 
 torch_sdpa = torch.nn.functional.scaled_dot_product_attention  # PyTorch's own, also while `sdpa` replaces it
 
@@ -23,6 +25,7 @@ _num_modes = torch._C._len_torch_dispatch_stack
 _level = torch._C._functorch.maybe_current_level
 _tracing = torch._C._get_tracing_state
 _is_autocast = torch.is_autocast_enabled
+_attend_directly = direct.attend
 
 _ZERO = 0  # the default of causal_offset
 Integers = Union[int, Sequence[int], Tensor, None]
@@ -88,7 +91,7 @@ class _Attention(torch.autograd.Function):
         if d_out is None and d_weights is None:
             return (None,) * 6
         *saved, mask = ctx.saved_tensors
-        d_out = torch.zeros_like(saved[3]) if d_out is None else d_out
+        d_out = torch.zeros_like(saved[3]) if d_out is None else d_out.resolve_neg()
         wanted = ctx.needs_input_grad[:4]
         if _is_grad_enabled():  # somebody may ask for the second derivative, which the operator refuses
             options = operators.arguments(ctx.options, d_out.shape[0], ctx.kind)
@@ -127,90 +130,6 @@ def attend(
     if mask is not None:
         options["attn_mask"] = mask
     return kernels.forward_only(query, key, value, options)
-
-
-# ---- shapes ----
-
-
-def _common(sizes: Sequence[int], what: str) -> int:
-    found = 1
-    for size in sizes:
-        if size != 1:
-            if found not in (1, size):
-                raise RuntimeError(f"rapt: {what} of query, key and value do not broadcast: {tuple(sizes)}")
-            found = size
-    return found
-
-
-def _to_four(tensor: Tensor, rank: int, as_heads: bool) -> Tensor:
-    """[N, H, L, D] of a tensor of `rank` dimensions or fewer; [A, N, H, L, D] if there are five."""
-    for _ in range(rank - tensor.ndim):
-        tensor = tensor.unsqueeze(0)
-    if rank == 2:
-        return tensor[None, None]
-    if rank == 3:
-        return tensor.unsqueeze(0 if as_heads else 1)
-    return tensor
-
-
-def _flatten(tensor: Tensor, lead: tuple[int, ...]) -> Tensor:
-    return tensor.expand(*lead, *tensor.shape[2:]).flatten(0, 1)
-
-
-def _share_heads(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Heads of [N, H, L, D] as the kernels take them: key and value have the same, which divide the query's."""
-    h, hk, hv = query.shape[1], key.shape[1], value.shape[1]
-    if grouped:
-        if hk == 0 or hv == 0 or h % hk or h % hv:
-            raise RuntimeError(f"rapt: {h} heads of query are no multiple of {hk} of key and {hv} of value")
-        if hk != hv:
-            key, value = key.repeat_interleave(h // hk, 1), value.repeat_interleave(h // hv, 1)
-        return query, key, value
-    heads = _common((h, hk, hv), "heads (pass enable_gqa=True for heads in groups)")
-    query = query.expand(-1, heads, -1, -1)
-    if hk != hv:
-        key, value = key.expand(-1, heads, -1, -1), value.expand(-1, heads, -1, -1)
-    return query, key, value
-
-
-def _bring_together(
-    query: Tensor, key: Tensor, value: Tensor, grouped: bool
-) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
-    """Tensors of 2 to 5 dimensions as [N, H, L, D], and the sizes before [L, D] that the result has."""
-    rank = max(query.ndim, key.ndim, value.ndim)
-    if min(query.ndim, key.ndim, value.ndim) < 2 or rank > 5:
-        raise RuntimeError(f"rapt: expected 2 to 5 dimensions, not {query.ndim}, {key.ndim} and {value.ndim}")
-    q, k, v = (_to_four(t, rank, grouped) for t in (query, key, value))
-    lead: tuple[int, ...] = ()
-    if rank == 5:
-        lead = tuple(_common([t.shape[d] for t in (q, k, v)], "batch sizes") for d in (0, 1))
-        q, k, v = (_flatten(t, lead) for t in (q, k, v))
-    else:
-        batch = _common([t.shape[0] for t in (q, k, v)], "batch sizes")
-        q, k, v = (t.expand(batch, -1, -1, -1) for t in (q, k, v))
-    q, k, v = _share_heads(q, k, v, grouped)
-    if rank == 5:
-        return q, k, v, (*lead, q.shape[1])
-    return q, k, v, () if rank == 2 else q.shape[1:2] if rank == 3 and grouped else q.shape[: rank - 2]
-
-
-def _align_mask(mask: Tensor, query: Tensor, keys: int, lead: tuple[int, ...]) -> Tensor:
-    """A mask that says who attends as [N, H, L, S], where true blocks."""
-    if mask.dtype is torch.bool:
-        mask = mask.logical_not()
-    if mask.ndim == 1:
-        mask = mask.unsqueeze(0)
-    if mask.ndim == 0 or mask.ndim > len(lead) + 2:
-        raise RuntimeError(f"rapt: attn_mask has {mask.ndim} dimensions, expected 1 to {len(lead) + 2}")
-    if len(lead) == 3:
-        for _ in range(5 - mask.ndim):
-            mask = mask.unsqueeze(0)
-        mask = mask.flatten(0, 1) if mask.shape[:2] == (1, 1) else _flatten(mask, lead[:2])
-    elif len(lead) == 1 and mask.ndim == 3 and query.shape[0] == lead[0]:
-        mask = mask.unsqueeze(1)
-    while mask.ndim < 4:
-        mask = mask.unsqueeze(0)
-    return mask if mask.shape[3] == keys else mask.expand(-1, -1, -1, keys)
 
 
 def _band(options: dict[str, Any], is_causal: bool, causal_offset: Any, window: Any, queries: int, keys: int) -> None:
@@ -263,8 +182,22 @@ def scaled_dot_product_attention(
         eager = False
         taken = takes_in_graph(query) and takes_in_graph(key) and takes_in_graph(value)
     else:
-        taken = takes(query) and takes(key) and takes(value)
         eager = in_eager_mode()
+        if (
+            eager
+            and not dropout_p
+            and causal_offset is _ZERO
+            and window is None
+            and key_lengths is None
+            and key_start is None
+            and not _is_autocast("cpu")
+        ):
+            out = _attend_directly(query, key, value, attn_mask, is_causal, scale, enable_gqa, _is_grad_enabled())
+            if out is not None:
+                return out
+        taken = takes(query) and takes(key) and takes(value)
+        if attn_mask is not None and attn_mask.is_neg():
+            attn_mask = attn_mask.resolve_neg()
     if not taken or (attn_mask is not None and not takes_mask(attn_mask, query)):
         _check_extras(causal_offset or None, window, key_lengths, key_start)
         return torch_sdpa(
@@ -284,7 +217,7 @@ def scaled_dot_product_attention(
         and sizes[0] == key_sizes[0] == value_sizes[0]
         and sizes[1] == key_sizes[1] == value_sizes[1]
     ):
-        query, key, value, lead = _bring_together(query, key, value, enable_gqa)
+        query, key, value, lead = bring_together(query, key, value, enable_gqa)
     options: dict[str, Any] = {}
     if is_causal and window is None and causal_offset is _ZERO:
         options["causal"] = True
@@ -299,6 +232,6 @@ def scaled_dot_product_attention(
     if key_start is not None:
         options["key_start"] = key_start
     if attn_mask is not None:
-        attn_mask = _align_mask(attn_mask, query, key.shape[2], sizes[:2] if lead is None else lead)
+        attn_mask = align_mask(attn_mask, query, key.shape[2], sizes[:2] if lead is None else lead)
     out = attend(query, key, value, attn_mask, options, eager=eager)
     return out if lead is None or len(lead) == 2 else out.reshape(*lead, *out.shape[2:])

@@ -16,6 +16,7 @@ from rapt._cache import KVCache
 from rapt._layer import rotary_fields
 from rapt.torch import _kernels as kernels
 from rapt.torch._attention import _is_autocast, _is_compiling, in_eager_mode, scaled_dot_product_attention, takes
+from rapt.torch._encoder import TransformerEncoderLayer
 from rapt.torch._functional import WEIGHTS, forward
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -399,6 +400,8 @@ def convert(model: Model, back: bool = False) -> Model:
             if "_rapt_shortcut" in module.__dict__ and _shortcut_of(module) is None:
                 name, value = module.__dict__.pop("_rapt_shortcut")
                 setattr(module, name, value)
+                if type(module) is TransformerEncoderLayer:
+                    module.__class__ = nn.TransformerEncoderLayer  # type: ignore[assignment]
         return model
     for module in modules:
         if type(module) is nn.MultiheadAttention:
@@ -409,6 +412,8 @@ def convert(model: Model, back: bool = False) -> Model:
             name, closed = found
             module.__dict__["_rapt_shortcut"] = name, getattr(module, name, closed)
             setattr(module, name, closed)
+            if type(module) is nn.TransformerEncoderLayer:
+                module.__class__ = TransformerEncoderLayer
     return model
 
 
