@@ -31,7 +31,7 @@ INLINE void stream_rows(const number_kind kind, const int R, int64_t count, cons
     const int V = VECTORS_FOR(R);
     for (int64_t i = 0; i < count; i++) {
         vec numbers[STREAM_VECTORS];
-        if (panel.is_far) {
+        if (kind != REALS) { /* wide ones a CPU fetches better unasked */
             fetch_ahead(kind, panel, at + CHAIN * PANEL);
             fetch_ahead(kind, panel, at + CHAIN * PANEL + PANEL / 2);
         }
@@ -58,7 +58,7 @@ INLINE void stream_store(const int R, bool is_first, stream_sums sum, real *to, 
 /* Scores [R][CUT] of all keys. A panel is there as a whole in a cache, so its last columns may be anything. */
 INLINE void stream_scores(const number_kind kind, const int R, const attn_keys *keys, int64_t dim, const real *q,
                           real *scores) {
-    const matrix k = {keys->k, PANEL, kind != REALS};
+    const matrix k = {keys->k, PANEL};
     for (int64_t c = 0; c < keys->keys; c += PANEL) {
         for (int at = 0; at < PANEL; at += VECTORS_FOR(R) * LANES) {
             for (int64_t d = 0; d < dim; d += CHAIN) {
@@ -75,7 +75,7 @@ INLINE void stream_scores(const number_kind kind, const int R, const attn_keys *
  * 2^power; `total` adds them up. */
 INLINE void stream_values(const number_kind kind, const int R, const attn_keys *keys, int64_t d, real *t,
                           const vec power[], vec total[], real *out, int64_t out_stride) {
-    const matrix values = {keys->v, PANEL, kind != REALS};
+    const matrix values = {keys->v, PANEL};
     for (int at = 0; at < PANEL; at += VECTORS_FOR(R) * LANES) {
         for (int64_t k = 0; k < keys->keys; k += CHAIN) {
             int64_t end = keys->keys - k < CHAIN ? keys->keys : k + CHAIN;
@@ -127,8 +127,8 @@ INLINE bool stream_kind(const number_kind kind, int64_t rows, const attn_keys *k
 
 /* The cut for up to STREAM_ROWS rows, but for the last values if their dimensions are no multiple of PANEL; weights are
  * left in `scores`. False, with nothing done that matters, if a row has no score that is a number and no overflow. */
-static bool stream_cut(int64_t rows, const attn_keys *keys, int64_t dim, const real *q, real *scores,
-                       attn_partial *partial) {
+static __attribute__((noinline)) bool stream_cut(int64_t rows, const attn_keys *keys, int64_t dim, const real *q,
+                                                 real *scores, attn_partial *partial) {
 #ifdef RAPT_KERNEL_F32
     if (keys->dtype == RAPT_F16) return stream_kind(HALVES, rows, keys, dim, q, scores, partial);
     if (keys->dtype == RAPT_BF16) return stream_kind(BRAIN_HALVES, rows, keys, dim, q, scores, partial);

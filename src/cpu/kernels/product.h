@@ -38,9 +38,6 @@ typedef enum number_kind { REALS, HALVES, BRAIN_HALVES } number_kind;
 typedef struct matrix {
     const void *data;
     int64_t ld; /* elements from row to row */
-    /* Whether it pays to fetch rows for the next chain: those of weights; not keys and values, which a CPU foresees. A
-     * constant at every call. */
-    bool is_far;
 } matrix;
 
 /* LANES numbers from element `at` on. */
@@ -69,17 +66,15 @@ INLINE left_matrix from_row(left_matrix a, int64_t row) {
 }
 
 /* One register tile over one chain. R and V are constants at every call, so the loops over them unroll and `sum` lives in
- * registers. Meanwhile, if B is far, rows of it that the next chain will need come nearer, a line of each: `ahead` is in
- * the first. */
+ * registers. Meanwhile rows of B that the next chain will need come nearer, a line of each: `ahead` is in the first. */
 INLINE void micro_tile(const number_kind kind, const int R, const int V, int64_t inner, left_matrix a, matrix b,
                        int64_t column, int64_t ahead, sums_to to) {
     vec sum[MICRO_ROWS][MICRO_VECTORS];
     UNROLL for (int r = 0; r < R; r++) { UNROLL for (int v = 0; v < V; v++) sum[r][v] = v_zero(); }
     for (int64_t k = 0; k < inner; k++) {
         vec numbers[MICRO_VECTORS];
-        if (b.is_far) fetch_ahead(kind, b, ahead + k * b.ld);
-        if (b.is_far && kind != REALS)
-            fetch_ahead(kind, b, ahead + k * b.ld + PANEL / 2); /* a narrow row's other line */
+        fetch_ahead(kind, b, ahead + k * b.ld);
+        if (kind != REALS) fetch_ahead(kind, b, ahead + k * b.ld + PANEL / 2); /* few rows must fetch all lines */
         UNROLL for (int v = 0; v < V; v++) numbers[v] = load_numbers(kind, b, k * b.ld + column + v * LANES);
         UNROLL for (int r = 0; r < R; r++) {
             vec x = v_all(a.data[r * a.row_stride + k * a.inner_stride]);
@@ -145,34 +140,29 @@ INLINE void chain_of_kind(const number_kind kind, int64_t rows, int64_t inner, l
 
 static void product_chain(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
                           int64_t columns, sums_to to) {
-    chain_of_kind(REALS, rows, inner, (left_matrix){a, lda, 1}, (matrix){b, ldb, false}, columns, to);
-}
-
-static void far_product_chain(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
-                              int64_t columns, sums_to to) {
-    chain_of_kind(REALS, rows, inner, (left_matrix){a, lda, 1}, (matrix){b, ldb, true}, columns, to);
+    chain_of_kind(REALS, rows, inner, (left_matrix){a, lda, 1}, (matrix){b, ldb}, columns, to);
 }
 
 /* A [inner, rows], inner apart by lda. */
 static void product_chain_transposed(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b,
                                      int64_t ldb, int64_t columns, sums_to to) {
-    chain_of_kind(REALS, rows, inner, (left_matrix){a, 1, lda}, (matrix){b, ldb, true}, columns, to);
+    chain_of_kind(REALS, rows, inner, (left_matrix){a, 1, lda}, (matrix){b, ldb}, columns, to);
 }
 
 /* The same with B of 16-bit numbers, for up to MICRO_ROWS rows. */
 static void narrow_chain(rapt_dtype dtype, int64_t rows, int64_t inner, const real *a, int64_t lda, const uint16_t *b,
                          int64_t ldb, int64_t columns, sums_to to) {
     if (dtype == RAPT_F16) {
-        chain_of_kind(HALVES, rows, inner, (left_matrix){a, lda, 1}, (matrix){b, ldb, true}, columns, to);
+        chain_of_kind(HALVES, rows, inner, (left_matrix){a, lda, 1}, (matrix){b, ldb}, columns, to);
     } else {
-        chain_of_kind(BRAIN_HALVES, rows, inner, (left_matrix){a, lda, 1}, (matrix){b, ldb, true}, columns, to);
+        chain_of_kind(BRAIN_HALVES, rows, inner, (left_matrix){a, lda, 1}, (matrix){b, ldb}, columns, to);
     }
 }
 
 /* Chains outside, rows inside: the rows of B of one chain stay in the nearest cache for all rows of A. Sums of a product
  * that takes several chains wait in `partial`, rows apart by ld_partial, which may be where `to` wants them. */
-INLINE void product_to(const bool is_far, int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b,
-                       int64_t ldb, int64_t columns, real *partial, int64_t ld_partial, sums_to to) {
+INLINE void product_to(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
+                       int64_t columns, real *partial, int64_t ld_partial, sums_to to) {
     int64_t k = 0;
     do { /* at least once: an empty inner dimension gives zeros */
         bool is_last = inner - k <= CHAIN;
@@ -181,15 +171,14 @@ INLINE void product_to(const bool is_far, int64_t rows, int64_t inner, const rea
                        .bias = is_last ? to.bias : NULL,
                        .c = is_last ? to.c : partial,
                        .ldc = is_last ? to.ldc : ld_partial};
-        (is_far ? far_product_chain : product_chain)(rows, is_last ? inner - k : CHAIN, a + k, lda, b + k * ldb, ldb,
-                                                     columns, now);
+        product_chain(rows, is_last ? inner - k : CHAIN, a + k, lda, b + k * ldb, ldb, columns, now);
         k += CHAIN;
     } while (k < inner);
 }
 
 INLINE void product(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
                     int64_t columns, real *c, int64_t ldc) {
-    product_to(false, rows, inner, a, lda, b, ldb, columns, c, ldc, (sums_to){.c = c, .ldc = ldc});
+    product_to(rows, inner, a, lda, b, ldb, columns, c, ldc, (sums_to){.c = c, .ldc = ldc});
 }
 
 #endif
