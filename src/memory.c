@@ -1,12 +1,21 @@
 /* memory.c - where memory comes from, and the scratch memory of a call */
 #include "internal.h"
+#include "os.h"
 
 #include <stdlib.h>
 
+/* Large blocks stand at the beginning of a large page, and ask for such pages: caches and weights are read from end to end,
+ * and at each end of a small page a CPU stops foreseeing what comes next. */
+enum { LARGE_PAGE = 2 << 20, LARGE_BLOCK = 2 * LARGE_PAGE };
+
 static void *libc_allocate(void *user, size_t size, size_t alignment) {
     (void)user;
+    bool is_large = size >= LARGE_BLOCK;
+    if (is_large && alignment < LARGE_PAGE) alignment = LARGE_PAGE;
     size_t rounded = (size + alignment - 1) / alignment * alignment; /* aligned_alloc wants a multiple */
-    return rounded < size ? NULL : aligned_alloc(alignment, rounded);
+    void *memory = rounded < size ? NULL : aligned_alloc(alignment, rounded);
+    if (memory != NULL && is_large) os_ask_for_large_pages(memory, size / LARGE_PAGE * LARGE_PAGE);
+    return memory;
 }
 
 static void libc_release(void *user, void *pointer, size_t size) {

@@ -42,6 +42,15 @@ uint64_t os_nanoseconds(void) {
 }
 const char *os_environment(const char *name) { return getenv(name); }
 
+void os_ask_for_large_pages(void *memory, size_t size) {
+#ifdef MADV_HUGEPAGE
+    madvise(memory, size, MADV_HUGEPAGE);
+#else
+    (void)memory;
+    (void)size;
+#endif
+}
+
 #ifdef __linux__
 /* CPUs' worth of time that one control group allows, or 0 for no limit. Version 2 has one file, "max 100000" or
  * "150000 100000"; version 1 has two, with -1 for no limit. */

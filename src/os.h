@@ -29,6 +29,9 @@ int64_t os_process_id(void);
 uint64_t os_nanoseconds(void); /* since some time in the past */
 const char *os_environment(const char *name);
 
+/* For memory that will be used as a whole. Nothing happens where the system has no such pages. */
+void os_ask_for_large_pages(void *memory, size_t size);
+
 typedef struct os_file_map {
     const void *data;
     size_t size;

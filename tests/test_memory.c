@@ -235,6 +235,21 @@ static void test_out_of_memory(void **state) {
 }
 
 /* The last context's allocator serves its layers after it is gone. */
+/* Blocks of the default allocator: every one is aligned, large ones to large pages, and all of it can be written. */
+static void test_default_allocator(void **state) {
+    (void)state;
+    rapt_allocator allocator = rapt_allocator_or_default(NULL);
+    const size_t sizes[] = {1, 63, 4096, (4 << 20) - 1, 4 << 20, (4 << 20) + 1, (9 << 20) - 64};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        char *block = rapt_allocate(&allocator, sizes[i]);
+        assert_non_null(block);
+        assert_int_equal((uintptr_t)block % (sizes[i] < 4 << 20 ? 64 : 2 << 20), 0);
+        memset(block, 1, sizes[i]);
+        rapt_release(&allocator, block, sizes[i]);
+    }
+    assert_null(rapt_allocate(&allocator, SIZE_MAX));
+}
+
 static void test_layer_keeps_allocator(void **state) {
     (void)state;
     counter c = {0};
@@ -741,6 +756,7 @@ int main(void) {
     skip_without_forced_isa();
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_out_of_memory),
+        cmocka_unit_test(test_default_allocator),
         cmocka_unit_test(test_layer_keeps_allocator),
         cmocka_unit_test(test_training_out_of_memory),
         cmocka_unit_test(test_state_keeps_allocator),
