@@ -251,6 +251,7 @@ static void pack_keys(const attn_job *job, const attn_unit *unit, int64_t cut, c
     keys->capacity = keys->extra ? PANEL : plan->cut_capacity;
     keys->dtype = rapt_accumulation_dtype(p->dtype);
     keys->k_in_place = keys->v_in_place = keys->has_non_finite_values = false;
+    keys->is_far = plan->is_far;
     if (p->cache != NULL && !keys->extra) {
         const rapt_cache *cache = p->cache;
         int64_t at = unit->first_cut + cut, block = rapt_cache_block_index(cache, unit->n, unit->kv_head, at);
@@ -272,7 +273,6 @@ static void pack_keys(const attn_job *job, const attn_unit *unit, int64_t cut, c
     keys->k_stride = k->stride[2];
     keys->v_stride = v->stride[2];
     keys->k_in_place = plan->in_place && !keys->extra;
-    keys->is_far = plan->is_far;
     keys->v_in_place = (plan->in_place || plan->v_in_place) && !keys->extra;
     if (keys->v_in_place) {
         keys->v = v_rows;

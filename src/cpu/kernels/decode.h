@@ -25,16 +25,15 @@ INLINE void stream_clear(const int R, stream_sums sum) {
     UNROLL for (int r = 0; r < R; r++) { UNROLL for (int v = 0; v < V; v++) sum[r][v] = v_zero(); }
 }
 
-/* sum[r] += x[r][i] * row i of a panel, for `count` rows of it, from element `at` on; rows of x are `stride` apart. */
+/* sum[r] += x[r][i] * row i of a panel, for `count` rows of it, from element `at` on; rows of x are `stride` apart. What
+ * is `ahead` of each row is fetched: nothing new if that is 0. */
 INLINE void stream_rows(const number_kind kind, const int R, int64_t count, const real *x, int64_t stride, matrix panel,
-                        int64_t at, stream_sums sum) {
+                        int64_t at, int64_t ahead, stream_sums sum) {
     const int V = VECTORS_FOR(R);
     for (int64_t i = 0; i < count; i++) {
         vec numbers[STREAM_VECTORS];
-        if (kind != REALS) { /* wide ones a CPU fetches better unasked */
-            fetch_ahead(kind, panel, at + CHAIN * PANEL);
-            fetch_ahead(kind, panel, at + CHAIN * PANEL + PANEL / 2);
-        }
+        fetch_ahead(kind, panel, at + ahead);
+        if (kind != REALS) fetch_ahead(kind, panel, at + ahead + PANEL / 2);
         UNROLL for (int v = 0; v < V; v++) numbers[v] = load_numbers(kind, panel, at + v * LANES);
         UNROLL for (int r = 0; r < R; r++) {
             vec factor = v_all(x[r * stride + i]);
@@ -43,6 +42,9 @@ INLINE void stream_rows(const number_kind kind, const int R, int64_t count, cons
         at += PANEL;
     }
 }
+
+/* In memory a chain ahead, in a cache not at all: that is read as fast without. */
+INLINE int64_t stream_ahead(const attn_keys *keys) { return keys->is_far ? CHAIN * PANEL : 0; }
 
 /* The sums of the first chain are stored, those of the others added. */
 INLINE void stream_store(const int R, bool is_first, stream_sums sum, real *to, int64_t stride) {
@@ -59,12 +61,14 @@ INLINE void stream_store(const int R, bool is_first, stream_sums sum, real *to, 
 INLINE void stream_scores(const number_kind kind, const int R, const attn_keys *keys, int64_t dim, const real *q,
                           real *scores) {
     const matrix k = {keys->k, PANEL};
+    const int64_t ahead = stream_ahead(keys);
     for (int64_t c = 0; c < keys->keys; c += PANEL) {
         for (int at = 0; at < PANEL; at += VECTORS_FOR(R) * LANES) {
             for (int64_t d = 0; d < dim; d += CHAIN) {
                 stream_sums sum;
                 stream_clear(R, sum);
-                stream_rows(kind, R, dim - d < CHAIN ? dim - d : CHAIN, q + d, dim, k, c * dim + d * PANEL + at, sum);
+                stream_rows(kind, R, dim - d < CHAIN ? dim - d : CHAIN, q + d, dim, k, c * dim + d * PANEL + at, ahead,
+                            sum);
                 stream_store(R, d == 0, sum, scores + c + at, CUT);
             }
         }
@@ -76,6 +80,7 @@ INLINE void stream_scores(const number_kind kind, const int R, const attn_keys *
 INLINE void stream_values(const number_kind kind, const int R, const attn_keys *keys, int64_t d, real *t,
                           const vec power[], vec total[], real *out, int64_t out_stride) {
     const matrix values = {keys->v, PANEL};
+    const int64_t ahead = stream_ahead(keys);
     for (int at = 0; at < PANEL; at += VECTORS_FOR(R) * LANES) {
         for (int64_t k = 0; k < keys->keys; k += CHAIN) {
             int64_t end = keys->keys - k < CHAIN ? keys->keys : k + CHAIN;
@@ -84,7 +89,7 @@ INLINE void stream_values(const number_kind kind, const int R, const attn_keys *
             for (int64_t c = k; c < end; c += COLUMNS) {
                 if (d + at == 0) weigh_columns(R, 1, t + c, false, power, total);
                 stream_rows(kind, R, end - c < COLUMNS ? end - c : COLUMNS, t + c, CUT, values,
-                            d * CUT + c * PANEL + at, sum);
+                            d * CUT + c * PANEL + at, ahead, sum);
             }
             stream_store(R, k == 0, sum, out + d + at, out_stride);
         }

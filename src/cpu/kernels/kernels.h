@@ -51,7 +51,7 @@ typedef struct attn_keys {
     /* Not packed, but rows of reals where they lie, D and Dv multiples of COLUMNS: k [keys][D] for at most IN_PLACE_ROWS
      * rows, which all see all of these keys; v [keys][Dv]. */
     bool k_in_place, v_in_place;
-    bool is_far; /* k in place are in memory rather than in a cache */
+    bool is_far; /* all keys and values together are in memory rather than in a cache of the CPU's */
     int64_t k_stride, v_stride;
 } attn_keys;
 
