@@ -10,6 +10,7 @@ import rapt.torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from rapt.torch import _kernels as kernels  # noqa: E402
 from torch.library import opcheck  # noqa: E402
+from torch.nn.attention.bias import causal_lower_right  # noqa: E402
 
 sdpa = rapt.torch.scaled_dot_product_attention
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12, torch.bfloat16: 4e-2, torch.float16: 5e-3}
@@ -236,6 +237,9 @@ def test_what_goes_to_pytorch():
     q = make(1, 2, 3, 4)
     sub = q.as_subclass(Sub)
     assert type(sdpa(sub, sub, sub)) is type(F.scaled_dot_product_attention(sub, sub, sub))
+    keys = make(1, 2, 5, 4)
+    bias = causal_lower_right(3, 5)
+    close(sdpa(q, keys, keys, bias), F.scaled_dot_product_attention(q, keys, keys, bias))
     meta = torch.empty(1, 2, 3, 4, device="meta")
     assert sdpa(meta, meta, meta).device.type == "meta"
     negative = torch.randn(1, 2, 3, 4, dtype=torch.complex64).conj().imag

@@ -52,6 +52,8 @@ def takes_mask(mask: Tensor | None, query: Tensor) -> bool:
     """Whether Rapt takes the mask; its type must be one that PyTorch takes, too."""
     if mask is None:
         return True
+    if type(mask) not in _TYPES and not _is_compiling():  # a CausalBias's memory does not say what it stands for
+        return False
     if mask.dtype is torch.bool:
         return mask.device.type == "cpu" and mask.layout is _strided and not mask.is_nested
     return takes_in_graph(mask) and not mask.is_nested and mask.dtype in (query.dtype, torch.float32)
