@@ -307,6 +307,18 @@ def test_layer_compiles():
     assert any(node.target is torch.ops.rapt.attention.default for node in program.graph.nodes)
 
 
+@pytest.mark.parametrize("written_out", [False, True])
+def test_gradients_with_their_sign_elsewhere(written_out):
+    """PyTorch's negative views: what memory holds is not what they stand for."""
+    layer = rapt.torch.MultiheadAttention(E, H)
+    x = torch.randn(L, E, requires_grad=True)
+    mask = torch.zeros(L, L, dtype=torch.float64 if written_out else torch.float32)
+    for result in layer(x, x, x, attn_mask=mask):
+        g = torch.randn(result.shape)
+        found = [torch.autograd.grad(result, x, d, retain_graph=True)[0] for d in (torch._neg_view(g), -g)]
+        assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("backward", [False, True])
 def test_results_are_freed(need_weights, backward):

@@ -94,6 +94,7 @@ class _Attention(torch.autograd.Function):
             return (None,) * 6
         *saved, mask = ctx.saved_tensors
         d_out = torch.zeros_like(saved[3]) if d_out is None else d_out.resolve_neg()
+        d_weights = None if d_weights is None else d_weights.resolve_neg()
         wanted = ctx.needs_input_grad[:4]
         if _is_grad_enabled():  # somebody may ask for the second derivative, which the operator refuses
             options = operators.arguments(ctx.options, d_out.shape[0], ctx.kind)
