@@ -251,6 +251,20 @@ def test_what_goes_to_pytorch():
         close(sdpa(q, q, q), F.scaled_dot_product_attention(q, q, q))
 
 
+def test_another_default_device():
+    """Tensors on the CPU are computed there wherever new ones are made."""
+    q, k, v = (make(2, 2, 5, 8) for _ in range(3))
+    layer = rapt.torch.MultiheadAttention(8, 2, dropout=0.5)
+    weights = layer(q[0, 0], k[0, 0], v[0, 0])[1]
+    with torch.device("meta"):
+        out = sdpa(q, k, v, dropout_p=0.5, key_lengths=[3, 4])
+        torch.autograd.grad(out.sum(), (q, k, v), create_graph=True)
+        torch.func.grad(lambda q: sdpa(q, k, v, dropout_p=0.5, key_lengths=3).sum())(q)
+        torch.autograd.grad(weights.sum(), q)
+        out = layer(q[0, 0], k[0, 0], v[0, 0])[0]
+    assert out.device.type == "cpu"
+
+
 # ---- operators ----
 
 

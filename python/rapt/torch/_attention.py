@@ -74,7 +74,7 @@ def lowered(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 def draw_seed() -> Tensor:
     """A seed for dropout, from PyTorch's default generator."""
-    return torch.randint(2**63 - 1, ())
+    return torch.randint(2**63 - 1, (), device="cpu")
 
 
 class _Attention(torch.autograd.Function):

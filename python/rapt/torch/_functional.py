@@ -85,7 +85,7 @@ class _Layer(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("rapt: attention has no second derivative, so that create_graph=True is not possible")
         tensors = ctx.saved_tensors
-        d_out = torch.zeros(ctx.shape, dtype=tensors[0].dtype) if d_out is None else d_out.resolve_neg()
+        d_out = tensors[0].new_zeros(ctx.shape) if d_out is None else d_out.resolve_neg()
         d_weights = None if d_weights is None else d_weights.resolve_neg()
         names = _INPUTS + WEIGHTS
         given = tensors[_INPUTS.index("static_k")] is not None
