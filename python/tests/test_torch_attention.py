@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch", minversion="2.10")
 import rapt.torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from rapt.torch import _kernels as kernels  # noqa: E402
+from torch.autograd import forward_ad  # noqa: E402
 from torch.library import opcheck  # noqa: E402
 from torch.nn.attention.bias import causal_lower_right  # noqa: E402
 
@@ -263,6 +264,19 @@ def test_another_default_device():
         torch.autograd.grad(weights.sum(), q)
         out = layer(q[0, 0], k[0, 0], v[0, 0])[0]
     assert out.device.type == "cpu"
+
+
+def test_forward_mode_is_refused():
+    """There is no forward derivative; a tangent must not get lost."""
+    q, k, v = (make(2, 2, 5, 8, grad=False) for _ in range(3))
+    layer = rapt.torch.MultiheadAttention(8, 2).eval().requires_grad_(False)
+    expected = sdpa(q, k, v)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, torch.ones_like(q))
+        assert torch.equal(sdpa(q, k, v), expected)
+        for f, tensors in ((sdpa, (dual, k, v)), (sdpa, (k, v, dual, q[0, 0, :, :5])), (layer, [dual[0, 0]] * 3)):
+            with pytest.raises(NotImplementedError, match="forward"):
+                f(*tensors)
 
 
 # ---- operators ----

@@ -8,6 +8,7 @@ from typing import Any, Union
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
 from rapt.torch import _direct as direct
 from rapt.torch import _kernels as kernels
@@ -61,7 +62,7 @@ def takes_mask(mask: Tensor | None, query: Tensor) -> bool:
 
 def in_eager_mode() -> bool:
     """Whether calls go straight to the CPU: nothing traces, transforms or watches them."""
-    return _num_modes() == 0 and _level() is None and _tracing() is None
+    return _num_modes() == 0 and _level() is None and _tracing() is None and forward_ad._current_level < 0
 
 
 def lowered(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -118,7 +119,8 @@ def attend(
     """
     if not eager:
         seed = draw_seed() if options.get("dropout", 0.0) > 0 else None
-        run = operators.attention if _is_compiling() or _level() is None else operators.Transformable.apply
+        plain = _is_compiling() or (_level() is None and forward_ad._current_level < 0)
+        run = operators.attention if plain else operators.Transformable.apply
         out, _, weights = run(query, key, value, mask, *operators.arguments(options, query.shape[0], kind, seed))
         return (out, weights) if kind else out
     if options.get("dropout"):
