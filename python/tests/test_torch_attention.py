@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch", minversion="2.10")
 import rapt.torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from rapt.torch import _kernels as kernels  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.autograd import forward_ad  # noqa: E402
 from torch.library import opcheck  # noqa: E402
 from torch.nn.attention.bias import causal_lower_right  # noqa: E402
@@ -246,6 +247,13 @@ def test_what_goes_to_pytorch():
     negative = torch.randn(1, 2, 3, 4, dtype=torch.complex64).conj().imag
     assert negative.is_neg()
     close(sdpa(negative, negative, negative), F.scaled_dot_product_attention(negative, negative, negative))
+    mode = FakeTensorMode()
+    with mode:
+        layer = rapt.torch.MultiheadAttention(4, 2).eval()
+    fake = mode.from_tensor(q)
+    with torch.no_grad():
+        for out in (sdpa(fake, fake, fake), sdpa(fake, fake, fake, dropout_p=0.5), layer(*[fake[0]] * 3)[0]):
+            assert type(out) is type(fake)
     with pytest.raises(NotImplementedError, match="window"):
         sdpa(meta, meta, meta, window=(1, 1))
     with torch.inference_mode():

@@ -36,6 +36,7 @@ def takes(tensor: Any) -> bool:
     """Whether Rapt computes with tensors like this one: dense and floating-point, on the CPU, no subclass."""
     return (
         type(tensor) in _TYPES
+        and (type(tensor) is not FakeTensor or _num_modes() > 0)  # else calls would end in the kernels
         and tensor.is_cpu
         and tensor.dtype in _DTYPES
         and tensor.layout is _strided
