@@ -287,6 +287,31 @@ def test_forward_mode_is_refused():
                 f(*tensors)
 
 
+@pytest.mark.parametrize("way", ["direct", "long", "grouped"])
+def test_gradients_in_batches(way):
+    """By autograd's own vmap, and by torch.func's."""
+    q, v = (make(2, 4, 5, 8, dtype=torch.float64) for _ in range(2))
+    k = make(2, 4, 5, 8, dtype=torch.float64)
+    if way == "grouped":
+        k, v = (t.detach()[:, :2].requires_grad_() for t in (k, v))
+    mask = make(5, 5, dtype=torch.float64, grad=way == "long")
+    tensors = (q, k, v, mask)[: 3 + mask.requires_grad]
+    out = sdpa(q, k, v, mask, enable_gqa=way == "grouped")
+    gradients = torch.randn(3, *out.shape, dtype=torch.float64)
+
+    def differentiate(g, batched=False):
+        return torch.autograd.grad(out, tensors, g, is_grads_batched=batched, retain_graph=True)
+
+    expected = [torch.stack(g) for g in zip(*map(differentiate, gradients))]
+    for found in (differentiate(gradients, batched=True), torch.func.vmap(differentiate)(gradients)):
+        for a, b in zip(found, expected):
+            close(a, b)
+    layer = rapt.torch.MultiheadAttention(8, 2, dtype=torch.float64)
+    for result in layer(q[0], q[0], q[0]):
+        with pytest.raises(NotImplementedError, match="one by one"):
+            torch.autograd.grad(result, q, torch.stack([result] * 3), is_grads_batched=True, retain_graph=True)
+
+
 # ---- operators ----
 
 

@@ -27,6 +27,7 @@ _level = torch._C._functorch.maybe_current_level
 _tracing = torch._C._get_tracing_state
 _is_autocast = torch.is_autocast_enabled
 _attend_directly = direct.attend
+has_memory = torch._C._has_storage
 
 _ZERO = 0  # the default of causal_offset
 Integers = Union[int, Sequence[int], Tensor, None]
@@ -98,7 +99,8 @@ class _Attention(torch.autograd.Function):
         d_out = torch.zeros_like(saved[3]) if d_out is None else d_out.resolve_neg()
         d_weights = None if d_weights is None else d_weights.resolve_neg()
         wanted = ctx.needs_input_grad[:4]
-        if _is_grad_enabled():  # somebody may ask for the second derivative, which the operator refuses
+        # Somebody may ask for the second derivative, which the operator refuses; or vmap has made gradients of many.
+        if _is_grad_enabled() or not has_memory(d_out) or not (d_weights is None or has_memory(d_weights)):
             options = operators.arguments(ctx.options, d_out.shape[0], ctx.kind)
             results = operators.attention_backward(d_out, d_weights, *saved, mask, *options, wanted)
             return *(r if want else None for r, want in zip(results, wanted)), None, None

@@ -19,6 +19,7 @@ from rapt.torch._attention import (
     _is_compiling,
     attend,
     draw_seed,
+    has_memory,
     in_eager_mode,
     lowered,
     takes,
@@ -84,6 +85,8 @@ class _Layer(torch.autograd.Function):
             return (None,) * (4 + len(_INPUTS) + len(WEIGHTS))
         if torch.is_grad_enabled():
             raise RuntimeError("rapt: attention has no second derivative, so that create_graph=True is not possible")
+        if not all(d is None or has_memory(d) for d in (d_out, d_weights)):
+            raise NotImplementedError("rapt: the layer's gradients are computed one by one, and not under vmap")
         tensors = ctx.saved_tensors
         d_out = tensors[0].new_zeros(ctx.shape) if d_out is None else d_out.resolve_neg()
         d_weights = None if d_weights is None else d_weights.resolve_neg()
