@@ -307,6 +307,22 @@ def test_layer_compiles():
     assert any(node.target is torch.ops.rapt.attention.default for node in program.graph.nodes)
 
 
+def test_a_backward_frees_what_the_forward_kept():
+    layer = rapt.torch.MultiheadAttention(E, H)
+    x = torch.randn(L, E)
+    out = layer(x, x, x)[0]
+    seen = weakref.ref(x)
+    del x
+    loss = out.sum()
+    loss.backward(retain_graph=True)
+    first = layer.in_proj_weight.grad.clone()
+    assert seen() is not None
+    loss.backward()
+    assert seen() is None and torch.equal(layer.in_proj_weight.grad, 2 * first)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("written_out", [False, True])
 def test_gradients_with_their_sign_elsewhere(written_out):
     """PyTorch's negative views: what memory holds is not what they stand for."""

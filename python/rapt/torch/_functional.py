@@ -27,6 +27,7 @@ from rapt.torch._attention import (
 )
 
 torch_forward = F.multi_head_attention_forward
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 WEIGHTS = (
     "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v",
@@ -102,6 +103,8 @@ class _Layer(torch.autograd.Function):
         _core.functional_backward(weights, ctx.state, d_out, d_weights, dict(zip(names, results)))
         if ctx.shared:
             results[1] = results[2] = None
+        if not _keeps_graph():  # as PyTorch frees saved tensors: the graph itself may live as long as a loss
+            ctx.state = None
         return None, None, None, None, *results
 
 
