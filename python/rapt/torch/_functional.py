@@ -27,6 +27,7 @@ from rapt.torch._attention import (
 )
 
 torch_forward = F.multi_head_attention_forward
+_saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 WEIGHTS = (
@@ -250,12 +251,16 @@ def forward(
         if rotary is not None:
             raise NotImplementedError("rapt: rotary needs eager mode without autocast, and tensors of one type")
         return _written_out(settings, {}, tensors, kind, eager)
+    recording = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if recording and rotary is None and _saving_hooks(True) is not None:
+        # Somebody keeps saved tensors elsewhere, or computes them again (activation checkpoints): all must be tensors.
+        return _written_out(settings, {}, tensors, kind, eager)
     options: dict[str, Any] = {"dropout_seed": int(draw_seed())} if dropout > 0 else {}
     if rotary is not None:
         options["rotary"] = rotary
     keys += (weights[5] is not None) + add_zero_attn
     try:
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        if recording:
             result = _Layer.apply(settings, options, kind, keys, *tensors)
             return result if kind else (result, None)
         return run(settings, options, tensors, kind, keys, None)
