@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", minversion="2.10")
@@ -218,6 +219,19 @@ def test_changed_inputs_are_noticed():
         k.add_(1)
     with pytest.raises(RuntimeError, match="modified"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("make_rows", [torch.tensor, list, np.array])
+def test_changed_integers_do_not_matter(make_rows):
+    """Lengths count up in place in many a loop, before the backward."""
+    q, k, v = (make(2, 2, 5, 8) for _ in range(3))
+    for name in ("key_lengths", "key_start", "causal_offset"):
+        rows = make_rows([2, 3])
+        out = sdpa(q, k, v, is_causal=name == "causal_offset", **{name: rows}).square().sum()
+        expected = torch.autograd.grad(out, (q, k, v), retain_graph=True)
+        rows[0] = rows[1] = 1
+        for a, b in zip(torch.autograd.grad(out, (q, k, v)), expected):
+            assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

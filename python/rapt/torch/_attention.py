@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, Union
 
@@ -29,6 +30,7 @@ _is_autocast = torch.is_autocast_enabled
 _attend_directly = direct.attend
 has_memory = torch._C._has_storage
 
+_ROWS = ("offsets", "key_start", "key_lengths")  # integers of each sequence
 _ZERO = 0  # the default of causal_offset
 Integers = Union[int, Sequence[int], Tensor, None]
 
@@ -78,6 +80,10 @@ def lowered(*tensors: Tensor | None) -> tuple[Any, ...]:
 def draw_seed() -> Tensor:
     """A seed for dropout, from PyTorch's default generator."""
     return torch.randint(2**63 - 1, (), device="cpu")
+
+
+def _copied(integers: Any) -> Any:
+    return integers.tolist() if hasattr(integers, "tolist") else copy.deepcopy(integers)
 
 
 class _Attention(torch.autograd.Function):
@@ -131,6 +137,9 @@ def attend(
     if _is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad or (mask is not None and mask.requires_grad)
     ):
+        for name in _ROWS:
+            if name in options:  # the backward must find them as they are now
+                options[name] = _copied(options[name])
         return _Attention.apply(query, key, value, mask, kind, options)
     if kind:
         out, _, weights = kernels.forward(query, key, value, mask, kind, options)
