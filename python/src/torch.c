@@ -259,6 +259,7 @@ PyObject *core_torch_attend(PyObject *module, PyObject *args) {
     }
     Py_XDECREF(record);
     if (out != NULL) return out;
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) return NULL; /* KeyboardInterrupt */
     PyErr_Clear(); /* the long way finds it again, and says it in its own words */
     return core_none();
 }

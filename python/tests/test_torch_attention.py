@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", minversion="2.10")
@@ -9,7 +10,10 @@ torch = pytest.importorskip("torch", minversion="2.10")
 import rapt.torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from rapt.torch import _kernels as kernels  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.autograd import forward_ad  # noqa: E402
 from torch.library import opcheck  # noqa: E402
+from torch.nn.attention.bias import causal_lower_right  # noqa: E402
 
 sdpa = rapt.torch.scaled_dot_product_attention
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12, torch.bfloat16: 4e-2, torch.float16: 5e-3}
@@ -217,6 +221,19 @@ def test_changed_inputs_are_noticed():
         out.sum().backward()
 
 
+@pytest.mark.parametrize("make_rows", [torch.tensor, list, np.array])
+def test_changed_integers_do_not_matter(make_rows):
+    """Lengths count up in place in many a loop, before the backward."""
+    q, k, v = (make(2, 2, 5, 8) for _ in range(3))
+    for name in ("key_lengths", "key_start", "causal_offset"):
+        rows = make_rows([2, 3])
+        out = sdpa(q, k, v, is_causal=name == "causal_offset", **{name: rows}).square().sum()
+        expected = torch.autograd.grad(out, (q, k, v), retain_graph=True)
+        rows[0] = rows[1] = 1
+        for a, b in zip(torch.autograd.grad(out, (q, k, v)), expected):
+            assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype):
     q, k, v = (make(2, 3, 4, 8) for _ in range(3))
@@ -236,15 +253,77 @@ def test_what_goes_to_pytorch():
     q = make(1, 2, 3, 4)
     sub = q.as_subclass(Sub)
     assert type(sdpa(sub, sub, sub)) is type(F.scaled_dot_product_attention(sub, sub, sub))
+    keys = make(1, 2, 5, 4)
+    bias = causal_lower_right(3, 5)
+    close(sdpa(q, keys, keys, bias), F.scaled_dot_product_attention(q, keys, keys, bias))
     meta = torch.empty(1, 2, 3, 4, device="meta")
     assert sdpa(meta, meta, meta).device.type == "meta"
     negative = torch.randn(1, 2, 3, 4, dtype=torch.complex64).conj().imag
     assert negative.is_neg()
     close(sdpa(negative, negative, negative), F.scaled_dot_product_attention(negative, negative, negative))
+    mode = FakeTensorMode()
+    with mode:
+        layer = rapt.torch.MultiheadAttention(4, 2).eval()
+    fake = mode.from_tensor(q)
+    with torch.no_grad():
+        for out in (sdpa(fake, fake, fake), sdpa(fake, fake, fake, dropout_p=0.5), layer(*[fake[0]] * 3)[0]):
+            assert type(out) is type(fake)
     with pytest.raises(NotImplementedError, match="window"):
         sdpa(meta, meta, meta, window=(1, 1))
     with torch.inference_mode():
         close(sdpa(q, q, q), F.scaled_dot_product_attention(q, q, q))
+
+
+def test_another_default_device():
+    """Tensors on the CPU are computed there wherever new ones are made."""
+    q, k, v = (make(2, 2, 5, 8) for _ in range(3))
+    layer = rapt.torch.MultiheadAttention(8, 2, dropout=0.5)
+    weights = layer(q[0, 0], k[0, 0], v[0, 0])[1]
+    with torch.device("meta"):
+        out = sdpa(q, k, v, dropout_p=0.5, key_lengths=[3, 4])
+        torch.autograd.grad(out.sum(), (q, k, v), create_graph=True)
+        torch.func.grad(lambda q: sdpa(q, k, v, dropout_p=0.5, key_lengths=3).sum())(q)
+        torch.autograd.grad(weights.sum(), q)
+        out = layer(q[0, 0], k[0, 0], v[0, 0])[0]
+    assert out.device.type == "cpu"
+
+
+def test_forward_mode_is_refused():
+    """There is no forward derivative; a tangent must not get lost."""
+    q, k, v = (make(2, 2, 5, 8, grad=False) for _ in range(3))
+    layer = rapt.torch.MultiheadAttention(8, 2).eval().requires_grad_(False)
+    expected = sdpa(q, k, v)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, torch.ones_like(q))
+        assert torch.equal(sdpa(q, k, v), expected)
+        for f, tensors in ((sdpa, (dual, k, v)), (sdpa, (k, v, dual, q[0, 0, :, :5])), (layer, [dual[0, 0]] * 3)):
+            with pytest.raises(NotImplementedError, match="forward"):
+                f(*tensors)
+
+
+@pytest.mark.parametrize("way", ["direct", "long", "grouped"])
+def test_gradients_in_batches(way):
+    """By autograd's own vmap, and by torch.func's."""
+    q, v = (make(2, 4, 5, 8, dtype=torch.float64) for _ in range(2))
+    k = make(2, 4, 5, 8, dtype=torch.float64)
+    if way == "grouped":
+        k, v = (t.detach()[:, :2].requires_grad_() for t in (k, v))
+    mask = make(5, 5, dtype=torch.float64, grad=way == "long")
+    tensors = (q, k, v, mask)[: 3 + mask.requires_grad]
+    out = sdpa(q, k, v, mask, enable_gqa=way == "grouped")
+    gradients = torch.randn(3, *out.shape, dtype=torch.float64)
+
+    def differentiate(g, batched=False):
+        return torch.autograd.grad(out, tensors, g, is_grads_batched=batched, retain_graph=True)
+
+    expected = [torch.stack(g) for g in zip(*map(differentiate, gradients))]
+    for found in (differentiate(gradients, batched=True), torch.func.vmap(differentiate)(gradients)):
+        for a, b in zip(found, expected):
+            close(a, b)
+    layer = rapt.torch.MultiheadAttention(8, 2, dtype=torch.float64)
+    for result in layer(q[0], q[0], q[0]):
+        with pytest.raises(NotImplementedError, match="one by one"):
+            torch.autograd.grad(result, q, torch.stack([result] * 3), is_grads_batched=True, retain_graph=True)
 
 
 # ---- operators ----

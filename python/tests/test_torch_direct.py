@@ -50,6 +50,16 @@ def check(q, k, v, **arguments):
         assert torch.equal(x, y) and x.dtype == t.dtype and x.stride() == torch.empty_like(t).stride()
 
 
+def test_interrupts_get_through(monkeypatch):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(direct, "_empty", interrupt)
+    direct.connect(stable=False)
+    with pytest.raises(KeyboardInterrupt):
+        by_call(*(make(*SHAPE) for _ in range(3)))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_types_and_options(dtype):
     q, k, v = (make(*SHAPE, dtype=dtype) for _ in range(3))

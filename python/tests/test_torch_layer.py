@@ -15,6 +15,7 @@ import rapt.torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from rapt.torch import _encoder as encoder  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 E, H, N, L, S = 8, 2, 3, 4, 5
@@ -305,6 +306,65 @@ def test_layer_compiles():
         close(torch.compile(ours, backend="aot_eager", fullgraph=True)(x, x, x)[0], theirs(x, x, x)[0])
     program = torch.export.export(ours, (x, x, x))
     assert any(node.target is torch.ops.rapt.attention.default for node in program.graph.nodes)
+
+
+def test_a_backward_frees_what_the_forward_kept():
+    layer = rapt.torch.MultiheadAttention(E, H)
+    x = torch.randn(L, E)
+    out = layer(x, x, x)[0]
+    seen = weakref.ref(x)
+    del x
+    loss = out.sum()
+    loss.backward(retain_graph=True)
+    first = layer.in_proj_weight.grad.clone()
+    assert seen() is not None
+    loss.backward()
+    assert seen() is None and torch.equal(layer.in_proj_weight.grad, 2 * first)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_hooks_on_saved_tensors_see_them_all():
+    layer = rapt.torch.MultiheadAttention(E, H)
+    x = torch.randn(L, E)
+    expected = torch.autograd.grad(layer(x, x, x)[0].square().sum(), [*layer.parameters()])
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
+        loss = layer(x, x, x)[0].square().sum()
+    x.fill_(float("nan"))
+    for a, b in zip(torch.autograd.grad(loss, [*layer.parameters()]), expected):
+        close(a, b)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_keep_nothing(reentrant):
+    layer = rapt.torch.MultiheadAttention(E, H, dropout=0.3)
+    x = torch.randn(L, E, requires_grad=True)
+    seen = []
+
+    def call(x):
+        x = x + 1
+        seen.append(weakref.ref(x))
+        return layer(x, x, x)[0].square().sum()
+
+    torch.manual_seed(1)
+    expected = torch.autograd.grad(call(x), x)[0]
+    torch.manual_seed(1)
+    loss = checkpoint(call, x, use_reentrant=reentrant)
+    assert seen[-1]() is None
+    loss.backward()
+    close(x.grad, expected)
+
+
+@pytest.mark.parametrize("written_out", [False, True])
+def test_gradients_with_their_sign_elsewhere(written_out):
+    """PyTorch's negative views: what memory holds is not what they stand for."""
+    layer = rapt.torch.MultiheadAttention(E, H)
+    x = torch.randn(L, E, requires_grad=True)
+    mask = torch.zeros(L, L, dtype=torch.float64 if written_out else torch.float32)
+    for result in layer(x, x, x, attn_mask=mask):
+        g = torch.randn(result.shape)
+        found = [torch.autograd.grad(result, x, d, retain_graph=True)[0] for d in (torch._neg_view(g), -g)]
+        assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("need_weights", [False, True])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, Union
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
 from rapt.torch import _direct as direct
 from rapt.torch import _kernels as kernels
@@ -26,7 +28,9 @@ _level = torch._C._functorch.maybe_current_level
 _tracing = torch._C._get_tracing_state
 _is_autocast = torch.is_autocast_enabled
 _attend_directly = direct.attend
+has_memory = torch._C._has_storage
 
+_ROWS = ("offsets", "key_start", "key_lengths")  # integers of each sequence
 _ZERO = 0  # the default of causal_offset
 Integers = Union[int, Sequence[int], Tensor, None]
 
@@ -35,6 +39,7 @@ def takes(tensor: Any) -> bool:
     """Whether Rapt computes with tensors like this one: dense and floating-point, on the CPU, no subclass."""
     return (
         type(tensor) in _TYPES
+        and (type(tensor) is not FakeTensor or _num_modes() > 0)  # else calls would end in the kernels
         and tensor.is_cpu
         and tensor.dtype in _DTYPES
         and tensor.layout is _strided
@@ -52,6 +57,8 @@ def takes_mask(mask: Tensor | None, query: Tensor) -> bool:
     """Whether Rapt takes the mask; its type must be one that PyTorch takes, too."""
     if mask is None:
         return True
+    if type(mask) not in _TYPES and not _is_compiling():  # a CausalBias's memory does not say what it stands for
+        return False
     if mask.dtype is torch.bool:
         return mask.device.type == "cpu" and mask.layout is _strided and not mask.is_nested
     return takes_in_graph(mask) and not mask.is_nested and mask.dtype in (query.dtype, torch.float32)
@@ -59,7 +66,7 @@ def takes_mask(mask: Tensor | None, query: Tensor) -> bool:
 
 def in_eager_mode() -> bool:
     """Whether calls go straight to the CPU: nothing traces, transforms or watches them."""
-    return _num_modes() == 0 and _level() is None and _tracing() is None
+    return _num_modes() == 0 and _level() is None and _tracing() is None and forward_ad._current_level < 0
 
 
 def lowered(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -72,7 +79,11 @@ def lowered(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 def draw_seed() -> Tensor:
     """A seed for dropout, from PyTorch's default generator."""
-    return torch.randint(2**63 - 1, ())
+    return torch.randint(2**63 - 1, (), device="cpu")
+
+
+def _copied(integers: Any) -> Any:
+    return integers.tolist() if hasattr(integers, "tolist") else copy.deepcopy(integers)
 
 
 class _Attention(torch.autograd.Function):
@@ -92,8 +103,10 @@ class _Attention(torch.autograd.Function):
             return (None,) * 6
         *saved, mask = ctx.saved_tensors
         d_out = torch.zeros_like(saved[3]) if d_out is None else d_out.resolve_neg()
+        d_weights = None if d_weights is None else d_weights.resolve_neg()
         wanted = ctx.needs_input_grad[:4]
-        if _is_grad_enabled():  # somebody may ask for the second derivative, which the operator refuses
+        # Somebody may ask for the second derivative, which the operator refuses; or vmap has made gradients of many.
+        if _is_grad_enabled() or not has_memory(d_out) or not (d_weights is None or has_memory(d_weights)):
             options = operators.arguments(ctx.options, d_out.shape[0], ctx.kind)
             results = operators.attention_backward(d_out, d_weights, *saved, mask, *options, wanted)
             return *(r if want else None for r, want in zip(results, wanted)), None, None
@@ -115,7 +128,8 @@ def attend(
     """
     if not eager:
         seed = draw_seed() if options.get("dropout", 0.0) > 0 else None
-        run = operators.attention if _is_compiling() or _level() is None else operators.Transformable.apply
+        plain = _is_compiling() or (_level() is None and forward_ad._current_level < 0)
+        run = operators.attention if plain else operators.Transformable.apply
         out, _, weights = run(query, key, value, mask, *operators.arguments(options, query.shape[0], kind, seed))
         return (out, weights) if kind else out
     if options.get("dropout"):
@@ -123,6 +137,9 @@ def attend(
     if _is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad or (mask is not None and mask.requires_grad)
     ):
+        for name in _ROWS:
+            if name in options:  # the backward must find them as they are now
+                options[name] = _copied(options[name])
         return _Attention.apply(query, key, value, mask, kind, options)
     if kind:
         out, _, weights = kernels.forward(query, key, value, mask, kind, options)

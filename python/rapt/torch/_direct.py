@@ -20,6 +20,7 @@ from rapt.torch._shapes import align_mask
 attend = _core.torch_attend
 _backward = _core.torch_backward
 _is_grad_enabled = torch.is_grad_enabled
+_has_memory = torch._C._has_storage
 _STABLE = ("aoti_torch_empty_strided", "torch_tensor_to_pyobject", "aoti_torch_delete_tensor_object")
 
 
@@ -32,9 +33,9 @@ class _Recorded(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor | None) -> tuple[Any, ...]:
         if d_out is None:
             return (None,) * 4
-        if not _is_grad_enabled():
+        if not _is_grad_enabled() and _has_memory(d_out):
             return _backward(ctx, d_out.resolve_neg())
-        # Somebody may ask for the second derivative, which the operator refuses.
+        # Somebody may ask for the second derivative, which the operator refuses; or vmap has made d_out of many.
         record, (query, key, value, out, *masks) = ctx.record, ctx.saved_tensors
         mask = None if record.mask is None else torch.from_dlpack(record.mask)
         if masks:

@@ -19,6 +19,7 @@ from rapt.torch._attention import (
     _is_compiling,
     attend,
     draw_seed,
+    has_memory,
     in_eager_mode,
     lowered,
     takes,
@@ -26,6 +27,8 @@ from rapt.torch._attention import (
 )
 
 torch_forward = F.multi_head_attention_forward
+_saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 WEIGHTS = (
     "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v",
@@ -84,8 +87,11 @@ class _Layer(torch.autograd.Function):
             return (None,) * (4 + len(_INPUTS) + len(WEIGHTS))
         if torch.is_grad_enabled():
             raise RuntimeError("rapt: attention has no second derivative, so that create_graph=True is not possible")
+        if not all(d is None or has_memory(d) for d in (d_out, d_weights)):
+            raise NotImplementedError("rapt: the layer's gradients are computed one by one, and not under vmap")
         tensors = ctx.saved_tensors
-        d_out = torch.zeros(ctx.shape, dtype=tensors[0].dtype) if d_out is None else d_out.resolve_neg()
+        d_out = tensors[0].new_zeros(ctx.shape) if d_out is None else d_out.resolve_neg()
+        d_weights = None if d_weights is None else d_weights.resolve_neg()
         names = _INPUTS + WEIGHTS
         given = tensors[_INPUTS.index("static_k")] is not None
         results: list[Tensor | None] = [None] * len(names)
@@ -98,6 +104,8 @@ class _Layer(torch.autograd.Function):
         _core.functional_backward(weights, ctx.state, d_out, d_weights, dict(zip(names, results)))
         if ctx.shared:
             results[1] = results[2] = None
+        if not _keeps_graph():  # as PyTorch frees saved tensors: the graph itself may live as long as a loss
+            ctx.state = None
         return None, None, None, None, *results
 
 
@@ -243,12 +251,16 @@ def forward(
         if rotary is not None:
             raise NotImplementedError("rapt: rotary needs eager mode without autocast, and tensors of one type")
         return _written_out(settings, {}, tensors, kind, eager)
+    recording = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if recording and rotary is None and _saving_hooks(True) is not None:
+        # Somebody keeps saved tensors elsewhere, or computes them again (activation checkpoints): all must be tensors.
+        return _written_out(settings, {}, tensors, kind, eager)
     options: dict[str, Any] = {"dropout_seed": int(draw_seed())} if dropout > 0 else {}
     if rotary is not None:
         options["rotary"] = rotary
     keys += (weights[5] is not None) + add_zero_attn
     try:
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        if recording:
             result = _Layer.apply(settings, options, kind, keys, *tensors)
             return result if kind else (result, None)
         return run(settings, options, tensors, kind, keys, None)

@@ -51,14 +51,14 @@ def _rows_of(numbers: Any, batch: int) -> Tensor | None:
     if numbers is None:
         return None
     if isinstance(numbers, int):
-        return torch.full((batch,), numbers, dtype=torch.int64)
-    return torch.as_tensor(numbers, dtype=torch.int64).reshape(batch)
+        return torch.full((batch,), numbers, dtype=torch.int64, device="cpu")
+    return torch.as_tensor(numbers, dtype=torch.int64, device="cpu").reshape(batch)
 
 
 def arguments(options: dict[str, Any], batch: int, kind: int, seed: Tensor | None = None) -> tuple[Any, ...]:
     """The other way around: options of the kernels as those of the operators."""
     if seed is None and options.get("dropout_seed") is not None:
-        seed = torch.tensor(options["dropout_seed"])
+        seed = torch.tensor(options["dropout_seed"], device="cpu")
     rows = (_rows_of(options.get(name), batch) for name in ("offsets", "key_start", "key_lengths"))
     get = options.get
     return (
