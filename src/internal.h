@@ -21,6 +21,7 @@
 
 #define RAPT_ALIGNMENT 64 /* of every allocation: a cache line and the widest vector */
 #define RAPT_MAX_THREADS 1024
+#define RAPT_PANEL 64 /* features that a backend's products read together */
 
 /* ---- memory: memory.c ---- */
 
@@ -210,19 +211,31 @@ typedef struct attn_gradients {
     mask_gradient mask, padding;
 } attn_gradients;
 
+/* Rows (n, l) of features. Those lie in groups: feature f is f / group * group_stride + f % group * stride[2] elements into
+ * its row. A group is all features, or a multiple of RAPT_PANEL. */
+typedef struct rapt_rows {
+    char *data; /* NULL: absent */
+    int64_t stride[3];
+    int64_t group, group_stride;
+} rapt_rows;
+
+static inline int64_t rapt_feature_at(const rapt_rows *rows, int64_t feature) {
+    return feature / rows->group * rows->group_stride + feature % rows->group * rows->stride[2];
+}
+
 /* y = x * weight^T + bias for up to three weights that read the same x: the parts of a fused projection. */
 typedef struct linear_part {
     int64_t features;   /* O */
     rapt_tensor weight; /* [O, K] */
     rapt_tensor bias;   /* [O], data NULL: none */
     const void *packed; /* as rapt_linear_pack made it; NULL for a backend that does not read it */
-    rapt_view y;        /* [N, L, O] */
+    rapt_rows y;        /* [N, L, O] */
 } linear_part;
 
 typedef struct linear_problem {
     rapt_dtype dtype;
     int64_t batch, length, features; /* rows are (n, l); K */
-    rapt_view x;                     /* [N, L, K] */
+    rapt_rows x;                     /* [N, L, K] */
     bool adds;                       /* to what y is, instead of writing over it */
     int32_t parts;
     linear_part part[3];
@@ -232,9 +245,9 @@ typedef struct linear_problem {
 typedef struct linear_gradients {
     rapt_dtype dtype;
     int64_t batch, length, features_in, features_out; /* rows are (n, l); K; O */
-    rapt_view x, dy;                                  /* [N, L, K], [N, L, O] */
+    rapt_rows x, dy;                                  /* [N, L, K], [N, L, O] */
     rapt_tensor weight;                               /* [O, K], for dx */
-    rapt_view dx;                                     /* [N, L, K]; data NULL: not wanted, as for the next two */
+    rapt_rows dx;                                     /* [N, L, K]; data NULL: not wanted, as for the next two */
     rapt_tensor d_weight, d_bias;                     /* [O, K], [O] */
     bool adds_dx, adds_parameters;                    /* to what is there */
     bool hides_rows; /* a row of dy that is all zero adds nothing to d_weight, even if x is NaN or infinite there */

@@ -18,7 +18,7 @@ static linear_problem start_linear(const mha_call *call, const rapt_tensor *x) {
     return linear;
 }
 
-static void add_part(linear_problem *linear, const mha_projection *projection, rapt_view y) {
+static void add_part(linear_problem *linear, const mha_projection *projection, rapt_rows y) {
     linear->part[linear->parts++] = (linear_part){.features = projection->weight.shape[0],
                                                   .weight = projection->weight,
                                                   .bias = projection->bias,
@@ -28,12 +28,12 @@ static void add_part(linear_problem *linear, const mha_projection *projection, r
 
 /* Memory between the steps. */
 typedef struct mha_scratch {
-    char *q, *attended; /* [N, L, H*D] */
-    char *k, *v;        /* [N, key_rows, Hk*D] */
-    char *lse;          /* [N, H, L] in f64, with a state, whose memory all of these then are */
-    void *rotary;       /* of rapt_rotate_rows */
-    int64_t *padding;   /* [N], for that */
-    void *stage;        /* of the backend, for one step at a time */
+    mha_heads q, attended; /* H heads of L rows a sequence */
+    mha_heads k, v;        /* Hk heads of key_rows */
+    char *lse;             /* [N, H, L] in f64, with a state, whose memory all of these then are */
+    void *rotary;          /* of rapt_rotate_rows */
+    int64_t *padding;      /* [N], for that */
+    void *stage;           /* of the backend, for one step at a time */
 } mha_scratch;
 
 /* The products of a forward. Inputs that are one tensor share one: self-attention needs a single product. */
@@ -43,15 +43,10 @@ typedef struct mha_products {
 } mha_products;
 
 static mha_products plan_products(const mha_call *call, const mha_scratch *scratch) {
-    const rapt_mha_config *c = call->config;
     const attn_problem *p = &call->problem;
-    int64_t q_features = c->num_heads * c->head_dim, kv_features = c->num_kv_heads * c->head_dim;
-    rapt_view q_rows = rapt_mha_rows_view(scratch->q, p->queries, q_features),
-              k_rows = rapt_mha_rows_view(scratch->k, call->key_rows, kv_features);
-    rapt_view v_rows = rapt_mha_rows_view(scratch->v, call->key_rows, kv_features);
     const rapt_tensor *input[3] = {call->query, call->key, call->value};
     const mha_projection *projection[3] = {&call->parts.q, &call->parts.k, &call->parts.v};
-    rapt_view rows[3] = {q_rows, k_rows, v_rows};
+    const mha_heads *heads[3] = {&scratch->q, &scratch->k, &scratch->v};
 
     mha_products products = {0};
     int index[3] = {0}; /* which product computes an input's projection */
@@ -66,15 +61,15 @@ static mha_products plan_products(const mha_call *call, const mha_scratch *scrat
             *linear = start_linear(call, input[i]);
             products.count++;
         }
-        add_part(linear, projection[i], rows[i]);
+        add_part(linear, projection[i], rapt_mha_rows_view(heads[i]));
     }
     if (call->out == NULL) return products;
     linear_problem *out = &products.linear[products.count++];
-    *out = (linear_problem){.dtype = c->dtype,
+    *out = (linear_problem){.dtype = p->dtype,
                             .batch = p->batch,
                             .length = p->queries,
-                            .features = q_features,
-                            .x = rapt_mha_rows_view(scratch->attended, p->queries, q_features)};
+                            .features = p->heads * p->dim,
+                            .x = rapt_mha_rows_view(&scratch->attended)};
     int64_t batch, length;
     add_part(out, &call->parts.out, rapt_mha_layout_view(call->config, call->out, &batch, &length));
     return products;
@@ -88,14 +83,13 @@ void rapt_mha_set_extra(const mha_parts *parts, attn_problem *p) {
 }
 
 /* A single key is what a lone query attends to, whatever the scores: its value is the result. */
-static void repeat_value(const mha_call *call, const char *v, char *attended) {
+static void repeat_value(const mha_call *call, const mha_heads *v, const mha_heads *attended) {
     const attn_problem *p = &call->problem;
-    size_t head_bytes = (size_t)p->dim * rapt_dtype_size(p->dtype);
-    int64_t group = p->heads / p->kv_heads;
+    int64_t element = (int64_t)rapt_dtype_size(p->dtype), group = p->heads / p->kv_heads;
     for (int64_t n = 0; n < p->batch; n++) {
         for (int64_t h = 0; h < p->heads; h++) {
-            memcpy(attended + (size_t)(n * p->heads + h) * head_bytes,
-                   v + (size_t)(n * p->kv_heads + h / group) * head_bytes, head_bytes);
+            memcpy(attended->data + element * (n * attended->row_stride + h * attended->head_stride),
+                   v->data + element * (n * v->row_stride + h / group * v->head_stride), (size_t)(element * p->dim));
         }
     }
 }
@@ -125,6 +119,14 @@ bool rapt_mha_makes_extra(const rapt_context *context, const attn_problem *p, co
     return p->extra_keys > 0 && (parts->extra_k == NULL || !context->backend->reads_packed_weights);
 }
 
+static void place_heads(const mha_call *call, char *q, char *k, char *v, char *attended, mha_scratch *scratch) {
+    const attn_problem *p = &call->problem;
+    scratch->q = rapt_mha_heads(p, q, p->queries, p->heads);
+    scratch->k = rapt_mha_heads(p, k, call->key_rows, p->kv_heads);
+    scratch->v = rapt_mha_heads(p, v, call->key_rows, p->kv_heads);
+    scratch->attended = rapt_mha_heads(p, attended, p->queries, p->heads);
+}
+
 static size_t packed_bytes(const mha_projection *projection) {
     return rapt_linear_packed_size(projection->weight.dtype, projection->weight.shape[0], projection->weight.shape[1]);
 }
@@ -133,7 +135,9 @@ static size_t packed_bytes(const mha_projection *projection) {
 static size_t stage_bytes(const mha_call *call, bool attends) {
     const rapt_backend_table *backend = call->context->backend;
     size_t most = attends && has_queries(&call->problem) ? backend->attn_scratch(call->context, &call->problem) : 0;
-    mha_products products = plan_products(call, &(mha_scratch){0});
+    mha_scratch nowhere = {0};
+    place_heads(call, NULL, NULL, NULL, NULL, &nowhere);
+    mha_products products = plan_products(call, &nowhere);
     for (int i = 0; i < products.count; i++) {
         const linear_problem *linear = &products.linear[i];
         size_t bytes = has_rows(linear) ? backend->linear_scratch(call->context, linear) : 0;
@@ -178,9 +182,9 @@ static rapt_status reserve(mha_call *call, bool attends, mha_scratch *scratch) {
         keeps->used = 0;
     }
 
-    *scratch = (mha_scratch){.q = rapt_arena_take(keeps, q), .attended = rapt_arena_take(keeps, q)};
-    scratch->k = rapt_arena_take(keeps, k);
-    scratch->v = rapt_arena_take(keeps, k);
+    char *q_data = rapt_arena_take(keeps, q), *attended = rapt_arena_take(keeps, q);
+    char *k_data = rapt_arena_take(keeps, k), *v_data = rapt_arena_take(keeps, k);
+    place_heads(call, q_data, k_data, v_data, attended, scratch);
     scratch->lse = rapt_arena_take(keeps, lse);
     scratch->stage = rapt_arena_take(arena, stage);
     scratch->rotary = rapt_arena_take(arena, rotary);
@@ -214,13 +218,12 @@ static int64_t first_real_key(const attn_problem *p, int64_t n) {
 
 rotary_rows rapt_mha_rotary_rows(const attn_problem *p, const rapt_rotary *rotary, int64_t *padding) {
     for (int64_t n = 0; n < p->batch; n++) padding[n] = p->cache != NULL ? 0 : first_real_key(p, n);
-    return (rotary_rows){
-        .dtype = p->dtype,
-        .dim = p->dim,
-        .batch = p->batch,
-        .positions = rotary->positions,
-        .padding = padding,
-        .q = {.length = p->queries, .heads = p->heads, .first = p->offsets, .first_of_all = p->offset}};
+    return (rotary_rows){.dtype = p->dtype,
+                         .dim = p->dim,
+                         .batch = p->batch,
+                         .positions = rotary->positions,
+                         .padding = padding,
+                         .q = {.first = p->offsets, .first_of_all = p->offset}};
 }
 
 /* Turns projected queries and keys by their positions: the caller's, those after the cache's, or counted from a sequence's
@@ -229,12 +232,10 @@ static void turn(const mha_call *call, const mha_scratch *scratch) {
     const attn_problem *p = &call->problem;
     if (call->options.rotary == NULL) return;
     rotary_rows rows = rapt_mha_rotary_rows(p, call->options.rotary, scratch->padding);
-    rows.q.data = scratch->q;
+    rapt_mha_turn_heads(&scratch->q, &rows.q);
     if (call->projects[1]) {
-        rows.k = (rotary_heads){.data = scratch->k,
-                                .length = call->key_rows,
-                                .heads = p->kv_heads,
-                                .first = p->cache != NULL ? p->offsets : NULL};
+        rapt_mha_turn_heads(&scratch->k, &rows.k);
+        rows.k.first = p->cache != NULL ? p->offsets : NULL;
     }
     rapt_rotate_rows(call->context, call->options.rotary, &rows, scratch->rotary);
 }
@@ -242,12 +243,11 @@ static void turn(const mha_call *call, const mha_scratch *scratch) {
 /* The problem with everything in its place. */
 static attn_problem place(const mha_call *call, const mha_scratch *scratch) {
     attn_problem p = call->problem;
-    int64_t q_row = p.heads * p.dim, kv_row = p.kv_heads * p.dim;
-    p.q = rapt_mha_heads_view(scratch->q, p.queries, q_row, p.dim);
-    p.out = rapt_mha_heads_view(scratch->attended, p.queries, q_row, p.dim);
+    p.q = rapt_mha_heads_view(&scratch->q);
+    p.out = rapt_mha_heads_view(&scratch->attended);
     if (call->options.static_k == NULL) {
-        p.k = rapt_mha_heads_view(scratch->k, call->key_rows, kv_row, p.dim);
-        p.v = rapt_mha_heads_view(scratch->v, call->key_rows, kv_row, p.dim);
+        p.k = rapt_mha_heads_view(&scratch->k);
+        p.v = rapt_mha_heads_view(&scratch->v);
     }
     rapt_mha_set_extra(&call->parts, &p);
     if (call->options.state != NULL) {
@@ -271,7 +271,7 @@ static void attend(const mha_call *call, attn_problem *p, void *stage) {
 static void blank_padding(const mha_call *call) {
     const int64_t *lengths = call->options.append_lengths;
     int64_t batch, length;
-    rapt_view out = rapt_mha_layout_view(call->config, call->out, &batch, &length);
+    rapt_rows out = rapt_mha_layout_view(call->config, call->out, &batch, &length);
     for (int64_t n = 0; n < batch && lengths != NULL; n++) {
         for (int64_t i = lengths[n]; i < length; i++) {
             for (int64_t e = 0; e < call->config->embed_dim; e++) {
@@ -298,7 +298,7 @@ static rapt_status compute(mha_call *call) {
     mha_products products = plan_products(call, &scratch);
     for (int i = 0; i < products.count - 1; i++) project(call, &products.linear[i], scratch.stage);
     if (short_way) {
-        repeat_value(call, scratch.v, scratch.attended);
+        repeat_value(call, &scratch.v, &scratch.attended);
     } else {
         turn(call, &scratch);
         attn_problem p = place(call, &scratch);

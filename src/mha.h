@@ -124,7 +124,7 @@ size_t rapt_mha_extra_bytes(const rapt_mha_config *config);
 void rapt_mha_fill_extra(const rapt_mha_config *config, const rapt_tensor *bias, void *extra);
 
 /* Batch and length of a tensor of the layer, and the tensor as [N, L, features] whatever its layout. */
-rapt_view rapt_mha_layout_view(const rapt_mha_config *config, const rapt_tensor *tensor, int64_t *batch,
+rapt_rows rapt_mha_layout_view(const rapt_mha_config *config, const rapt_tensor *tensor, int64_t *batch,
                                int64_t *length);
 /* Checks a forward, and fills in its problem. A cache that is given belongs to the call afterwards if holds_cache says so,
  * even when the check fails. */
@@ -146,12 +146,39 @@ rapt_status rapt_mha_check_backward(const rapt_mha *layer, const rapt_mha_config
 
 /* ---- pieces of forward and backward: mha.c ---- */
 
-/* Projected heads [N, length, heads * D] in rows of `row` elements, seen as [N, heads, length, D] and as rows. */
-static inline rapt_view rapt_mha_heads_view(char *data, int64_t length, int64_t row, int64_t dim) {
-    return (rapt_view){.data = data, .stride = {length * row, dim, row, 1}};
+/* How projected heads lie: head after head, [heads, N, length, D], where a head is whole panels, so that both attention
+ * and products read them without gaps; else row after row, [N, length, heads, D]. */
+typedef struct mha_heads {
+    char *data;
+    int64_t length, heads, dim;
+    int64_t row_stride, head_stride;
+} mha_heads;
+
+static inline mha_heads rapt_mha_heads(const attn_problem *p, char *data, int64_t length, int64_t heads) {
+    mha_heads result = {.data = data, .length = length, .heads = heads, .dim = p->dim};
+    bool head_after_head = p->dim % RAPT_PANEL == 0;
+    result.row_stride = head_after_head ? p->dim : heads * p->dim;
+    result.head_stride = head_after_head ? p->batch * length * p->dim : p->dim;
+    return result;
 }
-static inline rapt_view rapt_mha_rows_view(char *data, int64_t length, int64_t row) {
-    return (rapt_view){.data = data, .stride = {length * row, row, 1}};
+/* Some of them. */
+static inline mha_heads rapt_mha_some_heads(const attn_problem *p, mha_heads all, int64_t first, int64_t heads) {
+    all.data += first * all.head_stride * (int64_t)rapt_dtype_size(p->dtype);
+    all.heads = heads;
+    return all;
+}
+/* Seen as [N, heads, length, D] and as rows of heads * D features. */
+static inline rapt_view rapt_mha_heads_view(const mha_heads *heads) {
+    int64_t row = heads->row_stride;
+    return (rapt_view){.data = heads->data, .stride = {heads->length * row, heads->head_stride, row, 1}};
+}
+static inline rapt_rows rapt_mha_rows_view(const mha_heads *heads) {
+    int64_t row = heads->row_stride;
+    bool has_gaps = heads->head_stride != heads->dim;
+    return (rapt_rows){.data = heads->data,
+                       .stride = {heads->length * row, row, 1},
+                       .group = has_gaps ? heads->dim : heads->heads * heads->dim,
+                       .group_stride = heads->head_stride};
 }
 /* Bytes of [N, length, features] of the problem's dtype. */
 size_t rapt_mha_rows_bytes(const attn_problem *problem, int64_t length, int64_t features);
@@ -159,8 +186,15 @@ size_t rapt_mha_rows_bytes(const attn_problem *problem, int64_t length, int64_t 
  * now, and those of a functional call are nowhere. */
 bool rapt_mha_makes_extra(const rapt_context *context, const attn_problem *problem, const mha_parts *parts);
 void rapt_mha_set_extra(const mha_parts *parts, attn_problem *problem);
-/* What rotary positions turn: queries and keys; data and the keys are left to set. Fills in padding [N]. */
+/* What rotary positions turn: queries and keys; where these lie is left to set by the next. Fills in padding [N]. */
 rotary_rows rapt_mha_rotary_rows(const attn_problem *problem, const rapt_rotary *rotary, int64_t *padding);
+static inline void rapt_mha_turn_heads(const mha_heads *heads, rotary_heads *turned) {
+    turned->data = heads->data;
+    turned->length = heads->length;
+    turned->heads = heads->heads;
+    turned->row_stride = heads->row_stride;
+    turned->head_stride = heads->head_stride;
+}
 
 /* The rows first .. first + count of a matrix, or those entries of a vector. */
 rapt_tensor rapt_rows_of(const rapt_tensor *tensor, int64_t first, int64_t count);

@@ -14,8 +14,8 @@ enum { QUERY, KEY, VALUE };
 
 /* Memory between the steps. */
 typedef struct backward_scratch {
-    char *d_attended;        /* [N, L, H*D] */
-    char *d_heads[3];        /* dq, dk, dv: [N, L, H*D], [N, S, Hk*D], or columns of one buffer as the plan says */
+    char *d_attended;        /* H heads of L rows a sequence */
+    char *d_heads[3];        /* dq, dk, dv: H heads of L rows, Hk of S; joint ones are all in the first */
     char *extra_k, *extra_v; /* [N, Hk, extra, D] of the accumulation type */
     void *rotary;            /* of rapt_rotate_rows */
     int64_t *padding;        /* [N], for that */
@@ -24,9 +24,8 @@ typedef struct backward_scratch {
 
 typedef struct backward_plan {
     bool wanted[3];     /* dq, dk and dv in scratch memory */
-    bool is_joint;      /* they are the columns of one buffer [N, L, (H+2Hk)*D]: self-attention */
-    int64_t width[3];   /* their columns */
-    int64_t row[3];     /* from one row to the next */
+    bool is_joint;      /* they are the heads of one buffer of H + 2 Hk: self-attention */
+    int64_t heads[3];   /* H, Hk, Hk */
     int64_t length[3];  /* rows of a sequence: L, S, S */
     bool attends;       /* anything beyond the output projection is wanted */
     bool adds_directly; /* the operator's backward adds to what the caller has */
@@ -98,8 +97,7 @@ static backward_plan start_plan(const mha_backward *b) {
     const rapt_mha_state *s = b->state;
     const attn_problem *p = &s->problem;
     const attn_gradients *g = &b->attention;
-    backward_plan plan = {.width = {p->heads * p->dim, p->kv_heads * p->dim, p->kv_heads * p->dim},
-                          .length = {p->queries, p->keys, p->keys}};
+    backward_plan plan = {.heads = {p->heads, p->kv_heads, p->kv_heads}, .length = {p->queries, p->keys, p->keys}};
     bool all = true;
     for (int i = 0; i < 3; i++) {
         plan.wanted[i] = is_wanted(b, i);
@@ -107,9 +105,6 @@ static backward_plan start_plan(const mha_backward *b) {
         all &= plan.wanted[i];
     }
     plan.is_joint = all && rapt_same_view(&s->query, &s->key) && rapt_same_view(&s->query, &s->value);
-    for (int i = 0; i < 3; i++) {
-        plan.row[i] = plan.is_joint ? plan.width[QUERY] + plan.width[KEY] + plan.width[VALUE] : plan.width[i];
-    }
     bool is_direct = g->k.data != NULL || g->v.data != NULL || g->mask.data != NULL || g->padding.data != NULL;
     plan.attends |= is_direct || b->parameters.bias_k.data != NULL || b->parameters.bias_v.data != NULL;
     plan.adds_directly = is_direct && b->accumulate;
@@ -118,20 +113,32 @@ static backward_plan start_plan(const mha_backward *b) {
     return plan;
 }
 
+static int64_t all_heads(const attn_problem *p) { return p->heads + 2 * p->kv_heads; }
+
+/* dq, dk or dv. */
+static mha_heads d_heads(const mha_backward *b, const backward_scratch *scratch, const backward_plan *plan, int i) {
+    const attn_problem *p = &b->state->problem;
+    if (!plan->is_joint) return rapt_mha_heads(p, scratch->d_heads[i], plan->length[i], plan->heads[i]);
+    mha_heads all = rapt_mha_heads(p, scratch->d_heads[QUERY], p->queries, all_heads(p));
+    int64_t first = i == QUERY ? 0 : i == KEY ? p->heads : p->heads + p->kv_heads;
+    return rapt_mha_some_heads(p, all, first, plan->heads[i]);
+}
+
 static void plan_output(const mha_backward *b, const backward_scratch *scratch, backward_plan *plan) {
     const attn_problem *p = &b->state->problem;
-    int64_t width = plan->width[QUERY];
+    mha_heads attended = rapt_mha_heads(p, p->out.data, p->queries, p->heads);
     linear_gradients *output = &plan->output;
     *output = (linear_gradients){.dtype = p->dtype,
-                                 .features_in = width,
+                                 .features_in = p->heads * p->dim,
                                  .features_out = b->state->config.embed_dim,
-                                 .x = rapt_mha_rows_view(p->out.data, p->queries, width),
+                                 .x = rapt_mha_rows_view(&attended),
                                  .weight = b->parts.out.weight,
                                  .d_weight = b->parameters.out.weight,
                                  .d_bias = b->parameters.out.bias,
                                  .adds_parameters = b->accumulate};
     output->dy = rapt_mha_layout_view(&b->state->config, &b->d_out, &output->batch, &output->length);
-    if (plan->attends) output->dx = rapt_mha_rows_view(scratch->d_attended, p->queries, width);
+    mha_heads d_attended = rapt_mha_heads(p, scratch->d_attended, p->queries, p->heads);
+    if (plan->attends) output->dx = rapt_mha_rows_view(&d_attended);
 }
 
 static void plan_attention(const mha_backward *b, const backward_scratch *scratch, backward_plan *plan) {
@@ -141,11 +148,12 @@ static void plan_attention(const mha_backward *b, const backward_scratch *scratc
     attn_gradients *g = &plan->attention;
     *g = b->attention; /* static keys and values, masks, d_weights */
     g->accumulate = plan->adds_directly;
-    g->out = rapt_mha_heads_view(scratch->d_attended, p->queries, plan->width[QUERY], p->dim);
-    rapt_view *heads[3] = {&g->q, &g->k, &g->v};
+    mha_heads d_attended = rapt_mha_heads(p, scratch->d_attended, p->queries, p->heads);
+    g->out = rapt_mha_heads_view(&d_attended);
+    rapt_view *views[3] = {&g->q, &g->k, &g->v};
     for (int i = 0; i < 3; i++) {
-        if (!plan->wanted[i]) continue;
-        *heads[i] = rapt_mha_heads_view(scratch->d_heads[i], plan->length[i], plan->row[i], p->dim);
+        mha_heads heads = d_heads(b, scratch, plan, i);
+        if (plan->wanted[i]) *views[i] = rapt_mha_heads_view(&heads);
     }
     rapt_view extra = {.stride = {p->kv_heads * p->extra_keys * p->dim, p->extra_keys * p->dim, p->dim, 1}};
     g->extra_k = g->extra_v = extra;
@@ -153,16 +161,20 @@ static void plan_attention(const mha_backward *b, const backward_scratch *scratc
     if (b->parameters.bias_v.data != NULL) g->extra_v.data = scratch->extra_v;
 }
 
-/* One input's projection; what of its gradients is wanted is filled in by the caller. */
+/* One input's projection, or that of all, whose weights are rows of one; what of its gradients is wanted is filled in by
+ * the caller. */
 static linear_gradients start_input(const mha_backward *b, const backward_scratch *scratch, const backward_plan *plan,
-                                    int i) {
+                                    int i, bool is_one) {
     const rapt_mha_state *s = b->state;
     const rapt_tensor *x = input_of(s, i);
+    mha_heads dy = d_heads(b, scratch, plan, i);
+    if (is_one) dy.heads = all_heads(&s->problem);
     linear_gradients linear = {.dtype = s->config.dtype,
                                .features_in = x->shape[x->ndim - 1],
-                               .features_out = plan->width[i],
-                               .dy = rapt_mha_rows_view(scratch->d_heads[i], plan->length[i], plan->row[i]),
+                               .features_out = dy.heads * dy.dim,
+                               .dy = rapt_mha_rows_view(&dy),
                                .weight = projection_of(&b->parts, i)->weight};
+    linear.weight.shape[0] = linear.features_out;
     linear.x = rapt_mha_layout_view(&s->config, x, &linear.batch, &linear.length);
     return linear;
 }
@@ -189,8 +201,7 @@ static void plan_inputs(const mha_backward *b, const backward_scratch *scratch, 
     for (int i = 0; i < (is_one ? 1 : 3); i++) {
         if (!plan->wanted[i] || dx[i].data == NULL) continue;
         linear_gradients *linear = &plan->input[plan->count++];
-        *linear = start_input(b, scratch, plan, i);
-        if (is_one) linear->features_out = linear->weight.shape[0] = plan->row[QUERY];
+        *linear = start_input(b, scratch, plan, i, is_one);
         linear->dx = rapt_mha_layout_view(&b->state->config, &dx[i], &linear->batch, &linear->length);
         linear->adds_dx = b->accumulate;
         for (int earlier = 0; earlier < i; earlier++) {
@@ -208,14 +219,12 @@ static void plan_parameters(const mha_backward *b, const backward_scratch *scrat
         const mha_projection *parameters = projection_of(d, i);
         if (!plan->wanted[i] || (parameters->weight.data == NULL && parameters->bias.data == NULL)) continue;
         linear_gradients *linear = &plan->input[plan->count++];
-        *linear = start_input(b, scratch, plan, i);
+        *linear = start_input(b, scratch, plan, i, is_one);
         linear->d_weight = parameters->weight;
         linear->d_bias = parameters->bias;
         linear->adds_parameters = b->accumulate;
         linear->hides_rows = plan->hides;
-        if (is_one) {
-            linear->features_out = linear->d_weight.shape[0] = linear->d_bias.shape[0] = plan->row[QUERY];
-        }
+        linear->d_weight.shape[0] = linear->d_bias.shape[0] = linear->features_out;
     }
 }
 
@@ -250,18 +259,6 @@ static size_t stage_bytes(const mha_backward *b, const backward_plan *plan) {
     return most;
 }
 
-/* dq, dk and dv, apart or as columns. */
-static void take_heads(const backward_plan *plan, rapt_arena *arena, const size_t bytes[3], size_t element,
-                       backward_scratch *scratch) {
-    for (int i = 0; i < 3; i++) {
-        if (i == QUERY || !plan->is_joint) {
-            scratch->d_heads[i] = rapt_arena_take(arena, bytes[i]);
-        } else {
-            scratch->d_heads[i] = scratch->d_heads[i - 1] + (size_t)plan->width[i - 1] * element;
-        }
-    }
-}
-
 static rapt_status reserve(mha_backward *b, backward_plan *plan, backward_scratch *scratch) {
     rapt_context *context = b->context;
     const attn_problem *p = &b->state->problem;
@@ -269,10 +266,11 @@ static rapt_status reserve(mha_backward *b, backward_plan *plan, backward_scratc
     mha_parts *parts = &b->parts;
     bool makes_extra = plan->attends && rapt_mha_makes_extra(context, p, parts);
 
-    size_t attended = plan->attends ? rapt_mha_rows_bytes(p, p->queries, plan->width[QUERY]) : 0, heads[3] = {0};
+    size_t attended = plan->attends ? rapt_mha_rows_bytes(p, p->queries, p->heads * p->dim) : 0, heads[3] = {0};
     for (int i = 0; i < 3; i++) {
         bool has_own = plan->wanted[i] && (i == QUERY || !plan->is_joint);
-        if (has_own) heads[i] = rapt_mha_rows_bytes(p, plan->length[i], plan->row[i]);
+        int64_t count = plan->is_joint ? all_heads(p) : plan->heads[i];
+        if (has_own) heads[i] = rapt_mha_rows_bytes(p, plan->length[i], count * p->dim);
     }
     size_t extra_sums = rapt_size_mul((size_t)p->batch, (size_t)(p->kv_heads * p->extra_keys * p->dim));
     extra_sums = rapt_size_mul(extra_sums, rapt_accumulation_size(p->dtype));
@@ -295,7 +293,7 @@ static rapt_status reserve(mha_backward *b, backward_plan *plan, backward_scratc
     if (!rapt_arena_reserve(arena, &context->allocator, total)) return rapt_fail_memory(context, total);
 
     scratch->d_attended = rapt_arena_take(arena, attended);
-    take_heads(plan, arena, heads, rapt_dtype_size(p->dtype), scratch);
+    for (int i = 0; i < 3; i++) scratch->d_heads[i] = rapt_arena_take(arena, heads[i]);
     scratch->extra_k = rapt_arena_take(arena, extra_k);
     scratch->extra_v = rapt_arena_take(arena, extra_v);
     scratch->rotary = rapt_arena_take(arena, turns);
@@ -323,16 +321,9 @@ static void turn_back(const mha_backward *b, const backward_plan *plan, const ba
     const attn_problem *p = &b->state->problem;
     rotary_rows rows = rapt_mha_rotary_rows(p, rotary, scratch->padding);
     rows.backward = true;
-    if (plan->wanted[QUERY]) {
-        rows.q.data = scratch->d_heads[QUERY];
-        rows.q.row = plan->row[QUERY];
-    } else {
-        rows.q = (rotary_heads){0};
-    }
-    if (plan->wanted[KEY]) {
-        rows.k = (rotary_heads){
-            .data = scratch->d_heads[KEY], .length = p->keys, .heads = p->kv_heads, .row = plan->row[KEY]};
-    }
+    mha_heads q = d_heads(b, scratch, plan, QUERY), k = d_heads(b, scratch, plan, KEY);
+    if (plan->wanted[QUERY]) rapt_mha_turn_heads(&q, &rows.q);
+    if (plan->wanted[KEY]) rapt_mha_turn_heads(&k, &rows.k);
     rapt_rotate_rows(b->context, rotary, &rows, scratch->rotary);
 }
 

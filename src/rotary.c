@@ -151,11 +151,9 @@ static void turn_heads(const turn_job *job, const rotary_heads *heads, int64_t n
         turns[2 * p] *= job->amplitude;
         turns[2 * p + 1] *= rows->backward ? -job->amplitude : job->amplitude;
     }
-    size_t head_bytes = (size_t)rows->dim * rapt_dtype_size(rows->dtype);
-    size_t row_bytes =
-        heads->row == 0 ? (size_t)heads->heads * head_bytes : (size_t)heads->row * rapt_dtype_size(rows->dtype);
-    char *head = heads->data + (size_t)(n * heads->length + i) * row_bytes;
-    for (int64_t h = 0; h < heads->heads; h++, head += head_bytes) {
+    int64_t element = (int64_t)rapt_dtype_size(rows->dtype);
+    for (int64_t h = 0; h < heads->heads; h++) {
+        char *head = heads->data + element * ((n * heads->length + i) * heads->row_stride + h * heads->head_stride);
         for (int64_t p = 0; p < job->pairs; p++) {
             bool apart = job->rotary->interleaved;
             turn_pair(head, rows->dtype, apart ? 2 * p : p, apart ? 2 * p + 1 : p + job->pairs, turns + 2 * p);
@@ -209,13 +207,17 @@ static rapt_status rotate(rapt_context *context, const rapt_rotary *rotary, cons
     if (status != RAPT_OK) return status;
     size_t bytes = rapt_rotary_scratch(context, tensor->shape[3]);
     if (!rapt_arena_reserve(&context->arena, &context->allocator, bytes)) return rapt_fail_memory(context, bytes);
-    rotary_rows rows = {
-        .dtype = tensor->dtype,
-        .backward = backward,
-        .dim = tensor->shape[3],
-        .batch = tensor->shape[0],
-        .positions = rotary->positions,
-        .q = {.data = tensor->data, .length = tensor->shape[1], .heads = tensor->shape[2], .first = first}};
+    rotary_rows rows = {.dtype = tensor->dtype,
+                        .backward = backward,
+                        .dim = tensor->shape[3],
+                        .batch = tensor->shape[0],
+                        .positions = rotary->positions,
+                        .q = {.data = tensor->data,
+                              .length = tensor->shape[1],
+                              .heads = tensor->shape[2],
+                              .row_stride = tensor->shape[2] * tensor->shape[3],
+                              .head_stride = tensor->shape[3],
+                              .first = first}};
     rapt_rotate_rows(context, rotary, &rows, rapt_arena_take(&context->arena, bytes));
     return RAPT_OK;
 }

@@ -4,11 +4,11 @@
 
 #include "internal.h"
 
-/* Projected heads [N, length, heads * D]. */
+/* Heads of N * length rows. */
 typedef struct rotary_heads {
     char *data; /* NULL: none */
     int64_t length, heads;
-    int64_t row;          /* elements from one row to the next; 0: heads * D, they are contiguous */
+    int64_t row_stride, head_stride;
     const int64_t *first; /* [N] position of the first row, or NULL: the same for all */
     int64_t first_of_all; /* then */
 } rotary_heads;

@@ -57,6 +57,7 @@ typedef struct parameter_job {
     const rapt_cpu_kernels *kernels;
     const linear_gradients *gradients;
     char *x, *dy, *lanes;
+    bool packs_x, packs_dy;
     size_t real;
     int64_t rows;
     atomic_bool has_non_finite_x;
@@ -66,23 +67,31 @@ static char *panel_at(const parameter_job *job, char *panels, int64_t panel) {
     return panels + job->real * (size_t)(panel * PANEL * job->rows);
 }
 
-/* Items are the panels of dy, then those of x; each is packed by rows of all sequences. */
+/* Whether rows are panels where they lie, as a layer's heads of 64 are. */
+static bool are_panels(const linear_gradients *g, const rapt_rows *rows, int64_t features) {
+    int64_t panel = g->batch * g->length * PANEL;
+    return g->dtype == rapt_accumulation_dtype(g->dtype) && features % PANEL == 0 && rows->stride[2] == 1 &&
+           rows->stride[1] == PANEL && (g->batch == 1 || rows->stride[0] == g->length * PANEL) &&
+           (features == PANEL || (rows->group == PANEL && rows->group_stride == panel));
+}
+
+/* Items are the panels of dy, then those of x, as far as they are packed; each by rows of all sequences. */
 static void pack_panel(void *arg, int64_t panel, int32_t lane) {
     (void)lane;
     parameter_job *job = arg;
     const linear_gradients *g = job->gradients;
-    int64_t outputs = panels_of(g->features_out);
+    int64_t outputs = job->packs_dy ? panels_of(g->features_out) : 0;
     bool is_x = panel >= outputs;
     if (is_x) panel -= outputs;
     int64_t features = is_x ? g->features_in : g->features_out, width = panel_width(features, panel);
-    const rapt_view *from = is_x ? &g->x : &g->dy;
+    const rapt_rows *from = is_x ? &g->x : &g->dy;
     char *to = panel_at(job, is_x ? job->x : job->dy, panel);
     int64_t element = (int64_t)rapt_dtype_size(g->dtype);
     bool is_finite = true;
     for (int64_t n = 0; n < g->batch; n++) {
         is_finite &=
             job->kernels->pack_rows(to + job->real * (size_t)(n * g->length * width), width,
-                                    from->data + element * (n * from->stride[0] + panel * PANEL * from->stride[2]),
+                                    from->data + element * (n * from->stride[0] + rapt_feature_at(from, panel * PANEL)),
                                     g->dtype, g->length, columns_of(features, panel), from->stride[1], from->stride[2]);
     }
     if (is_x && !is_finite) atomic_store_explicit(&job->has_non_finite_x, true, memory_order_relaxed);
@@ -151,12 +160,17 @@ void rapt_cpu_linear_backward(rapt_context *context, const linear_gradients *g, 
     parameter_job job = {.kernels = context->kernels[g->dtype == RAPT_F64],
                          .gradients = g,
                          .x = scratch,
+                         .packs_x = g->hides_rows || !are_panels(g, &g->x, g->features_in),
+                         .packs_dy = !are_panels(g, &g->dy, g->features_out),
                          .real = rapt_accumulation_size(g->dtype),
                          .rows = g->batch * g->length};
     job.dy = job.x + panels_size(g, g->features_in);
     job.lanes = job.dy + panels_size(g, g->features_out);
+    if (!job.packs_x) job.x = g->x.data;
+    if (!job.packs_dy) job.dy = g->dy.data;
     int64_t inputs = panels_of(g->features_in), outputs = panels_of(g->features_out);
-    rapt_parallel(context, inputs + outputs, rows * (double)((inputs + outputs) * PANEL), pack_panel, &job);
+    int64_t packed = (job.packs_x ? inputs : 0) + (job.packs_dy ? outputs : 0);
+    rapt_parallel(context, packed, rows * (double)(packed * PANEL), pack_panel, &job);
     if (g->hides_rows && atomic_load_explicit(&job.has_non_finite_x, memory_order_relaxed)) {
         rapt_parallel(context, job.rows, rows * (double)(inputs + outputs) * PANEL, hide_row, &job);
     }

@@ -57,7 +57,6 @@ typedef struct linear_job {
     int64_t rows, block_rows;
     int64_t panels;      /* of all parts together */
     bool reads_in_place; /* x can be read where it lies: reals, unit stride, rows evenly apart */
-    int64_t row_stride;  /* then */
     char *lanes;
     size_t lane_bytes;
 } linear_job;
@@ -73,22 +72,26 @@ size_t rapt_cpu_linear_scratch(const rapt_context *context, const linear_problem
     return rapt_size_mul(lane_size(p), (size_t)context->lanes);
 }
 
-/* Rows first .. first + count of x, read in place or packed into `buffer`. */
-static const void *block_of_x(const linear_job *job, int64_t first, int64_t count, char *buffer, int64_t *stride) {
+/* Rows first .. first + count of x, where they lie or packed into `buffer`. */
+static rapt_rows block_of_x(const linear_job *job, int64_t first, int64_t count, char *buffer) {
     const linear_problem *p = job->problem;
-    size_t real = rapt_accumulation_size(p->dtype), element = rapt_dtype_size(p->dtype);
+    int64_t real = (int64_t)rapt_accumulation_size(p->dtype), element = (int64_t)rapt_dtype_size(p->dtype);
+    rapt_rows block = p->x;
     if (job->reads_in_place) {
-        *stride = job->row_stride;
-        return p->x.data + first * job->row_stride * (int64_t)element;
+        block.stride[1] = p->length == 1 ? p->x.stride[0] : p->x.stride[1];
+        block.data += first * block.stride[1] * element;
+        return block;
     }
-    *stride = p->features;
     for (int64_t r = 0; r < count; r++) {
         int64_t n = (first + r) / p->length, l = (first + r) % p->length;
-        const char *row = p->x.data + (int64_t)element * (n * p->x.stride[0] + l * p->x.stride[1]);
-        job->kernels->pack_rows(buffer + real * (size_t)(r * p->features), p->features, row, p->dtype, 1, p->features,
-                                0, p->x.stride[2]);
+        const char *row = p->x.data + element * (n * p->x.stride[0] + l * p->x.stride[1]);
+        for (int64_t f = 0; f < p->features; f += p->x.group) {
+            job->kernels->pack_rows(buffer + real * (r * p->features + f), p->x.group,
+                                    row + element * rapt_feature_at(&p->x, f), p->dtype, 1, p->x.group, 0,
+                                    p->x.stride[2]);
+        }
     }
-    return buffer;
+    return (rapt_rows){.data = buffer, .stride = {0, p->features, 1}, .group = p->features};
 }
 
 static void run_block(void *arg, int64_t item, int32_t lane) {
@@ -101,22 +104,22 @@ static void run_block(void *arg, int64_t item, int32_t lane) {
     while (panel >= panels_of(part->features)) panel -= panels_of(part++->features);
 
     char *partial = job->lanes + (size_t)lane * job->lane_bytes, *buffer = partial + real * MOST_BLOCK_ROWS * PANEL;
-    int64_t stride, width = panel_width(part->features, panel);
-    const char *x = block_of_x(job, first, count, buffer, &stride);
+    int64_t width = panel_width(part->features, panel);
+    rapt_rows x = block_of_x(job, first, count, buffer);
     const char *weights = (const char *)part->packed + real * (size_t)panel_offset(p->features, panel);
     int64_t columns = columns_of(part->features, panel);
     bool writes_in_place = real == element && columns == width && part->y.stride[2] == 1 && !p->adds;
-    if (!writes_in_place)
-        job->kernels->linear_panel(x, stride, count, p->features, weights, width, partial, partial, width);
+    if (!writes_in_place) job->kernels->linear_panel(&x, count, p->features, weights, width, partial, partial, width);
     for (int64_t r = 0, rows; r < count; r += rows) {
         int64_t n = (first + r) / p->length, l = (first + r) % p->length;
         char *y = part->y.data + (int64_t)element * (n * part->y.stride[0] + l * part->y.stride[1] +
-                                                     panel * PANEL * part->y.stride[2]);
+                                                     rapt_feature_at(&part->y, panel * PANEL));
         if (writes_in_place) { /* as many rows as lie evenly */
             bool is_even = part->y.stride[0] == p->length * part->y.stride[1];
             rows = is_even || p->length - l > count - r ? count - r : p->length - l;
-            job->kernels->linear_panel(x + (int64_t)real * r * stride, stride, rows, p->features, weights, width,
-                                       partial, y, part->y.stride[1]);
+            rapt_rows some = x;
+            some.data += (int64_t)real * r * x.stride[1];
+            job->kernels->linear_panel(&some, rows, p->features, weights, width, partial, y, part->y.stride[1]);
         } else {
             rows = 1;
             (p->adds ? job->kernels->add_row : job->kernels->store_row)(partial + real * (size_t)(r * width), columns,
@@ -135,7 +138,6 @@ void rapt_cpu_linear(rapt_context *context, const linear_problem *p, void *scrat
     bool rows_even = p->batch == 1 || p->length == 1 || p->x.stride[0] == p->length * p->x.stride[1];
     job.reads_in_place =
         p->dtype == rapt_accumulation_dtype(p->dtype) && (p->x.stride[2] == 1 || p->features == 1) && rows_even;
-    job.row_stride = p->length == 1 ? p->x.stride[0] : p->x.stride[1];
     job.lanes = scratch;
     job.lane_bytes = lane_size(p);
     job.block_rows = BLOCK_REALS / p->features / LEAST_BLOCK_ROWS * LEAST_BLOCK_ROWS;

@@ -12,8 +12,8 @@ size_t rapt_ref_linear_backward_scratch(const rapt_context *context, const linea
     return 0;
 }
 
-static double at(const rapt_view *view, rapt_dtype dtype, int64_t n, int64_t l, int64_t feature) {
-    return rapt_load(view->data, dtype, n * view->stride[0] + l * view->stride[1] + feature * view->stride[2]);
+static double at(const rapt_rows *rows, rapt_dtype dtype, int64_t n, int64_t l, int64_t feature) {
+    return rapt_load(rows->data, dtype, n * rows->stride[0] + l * rows->stride[1] + rapt_feature_at(rows, feature));
 }
 
 static void put(void *data, rapt_dtype dtype, bool adds, int64_t index, double value) {
@@ -29,7 +29,7 @@ static void input_gradient(const linear_gradients *g) {
                     int64_t weight = o * g->weight.stride[0] + k * g->weight.stride[1];
                     sum += at(&g->dy, g->dtype, n, l, o) * rapt_load(g->weight.data, g->dtype, weight);
                 }
-                int64_t index = n * g->dx.stride[0] + l * g->dx.stride[1] + k * g->dx.stride[2];
+                int64_t index = n * g->dx.stride[0] + l * g->dx.stride[1] + rapt_feature_at(&g->dx, k);
                 put(g->dx.data, g->dtype, g->adds_dx, index, sum);
             }
         }

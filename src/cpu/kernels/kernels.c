@@ -7,10 +7,21 @@
 #include "attention.h"
 #include "backward.h"
 
-static void linear_panel(const void *x, int64_t stride, int64_t count, int64_t features, const void *panel,
-                         int64_t width, void *partial, void *y, int64_t y_stride) {
-    sums_to to = {.bias = (const real *)panel + features * width, .c = y, .ldc = y_stride};
-    product_to(count, features, x, stride, panel, width, width, partial, width, to);
+/* As product() does, with a bias. Sums of a product that takes several chains wait in `partial`. */
+static void linear_panel(const rapt_rows *x, int64_t count, int64_t features, const void *panel, int64_t width,
+                         void *partial, void *y, int64_t y_stride) {
+    const real *weights = panel, *bias = weights + features * width;
+    for (int64_t k = 0; k < features; k += CHAIN) {
+        bool is_last = features - k <= CHAIN;
+        sums_to to = {.before = k > 0 ? partial : NULL,
+                      .ld_before = width,
+                      .bias = is_last ? bias : NULL,
+                      .c = is_last ? y : partial,
+                      .ldc = is_last ? y_stride : width};
+        const real *chain = (const real *)(const void *)x->data + rapt_feature_at(x, k);
+        product_chain(count, is_last ? features - k : CHAIN, chain, x->stride[1], weights + k * width, width, width,
+                      to);
+    }
 }
 
 static void weight_panel(int64_t rows, const void *dy, int64_t dy_width, int64_t outputs, const void *x, int64_t width,

@@ -16,8 +16,8 @@ enum {
 };
 /* Those that only speed depends on. */
 enum {
-    PANEL = 64,        /* columns (keys, outputs) of a packed panel, the same on every ISA */
-    IN_PLACE_ROWS = 4, /* packing keys pays from more rows on */
+    PANEL = RAPT_PANEL, /* columns (keys, outputs) of a packed panel, the same on every ISA */
+    IN_PLACE_ROWS = 4,  /* packing keys pays from more rows on */
 };
 
 static inline int64_t rapt_round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
@@ -115,10 +115,11 @@ struct rapt_cpu_kernels {
     /* Puts finished rows of weights where the problem wants them. Averages are summed over ascending heads in
      * `average` [N, L, S'] (contiguous reals), or in the problem's own weights if that is NULL. */
     void (*store_weights)(const attn_rows *rows, const void *weights, int64_t weights_stride, void *average);
-    /* y [count][width] = x * panel + bias; x and y have rows `stride` and `y_stride` apart; panel [features][width], then
-     * [width] biases; partial [count][width] is scratch, and may be y if that has no gaps. */
-    void (*linear_panel)(const void *x, int64_t stride, int64_t count, int64_t features, const void *panel,
-                         int64_t width, void *partial, void *y, int64_t y_stride);
+    /* y [count][width] = x * panel + bias; rows of x and y are x->stride[1] and y_stride apart, features of x in their
+     * groups 1; panel [features][width], then [width] biases; partial [count][width] is scratch, and may be y if that has
+     * no gaps. */
+    void (*linear_panel)(const rapt_rows *x, int64_t count, int64_t features, const void *panel, int64_t width,
+                         void *partial, void *y, int64_t y_stride);
     /* Packs rows and computes their delta; q, d_out, lse and delta are memory to fill. scratch: rapt_tile_reals. */
     void (*backward_rows)(const attn_gradients *gradients, attn_row_block *block, void *scratch);
     /* Packs keys, and sets their sums to 0. */

@@ -159,26 +159,15 @@ static void narrow_chain(rapt_dtype dtype, int64_t rows, int64_t inner, const re
     }
 }
 
-/* Chains outside, rows inside: the rows of B of one chain stay in the nearest cache for all rows of A. Sums of a product
- * that takes several chains wait in `partial`, rows apart by ld_partial, which may be where `to` wants them. */
-INLINE void product_to(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
-                       int64_t columns, real *partial, int64_t ld_partial, sums_to to) {
-    int64_t k = 0;
-    do { /* at least once: an empty inner dimension gives zeros */
-        bool is_last = inner - k <= CHAIN;
-        sums_to now = {.before = k > 0 ? partial : NULL,
-                       .ld_before = ld_partial,
-                       .bias = is_last ? to.bias : NULL,
-                       .c = is_last ? to.c : partial,
-                       .ldc = is_last ? to.ldc : ld_partial};
-        product_chain(rows, is_last ? inner - k : CHAIN, a + k, lda, b + k * ldb, ldb, columns, now);
-        k += CHAIN;
-    } while (k < inner);
-}
-
+/* Chains outside, rows inside: the rows of B of one chain stay in the nearest cache for all rows of A. */
 INLINE void product(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
                     int64_t columns, real *c, int64_t ldc) {
-    product_to(rows, inner, a, lda, b, ldb, columns, c, ldc, (sums_to){.c = c, .ldc = ldc});
+    int64_t k = 0;
+    do { /* at least once: an empty inner dimension gives zeros */
+        sums_to to = {.before = k > 0 ? c : NULL, .ld_before = ldc, .c = c, .ldc = ldc};
+        product_chain(rows, inner - k < CHAIN ? inner - k : CHAIN, a + k, lda, b + k * ldb, ldb, columns, to);
+        k += CHAIN;
+    } while (k < inner);
 }
 
 #endif
