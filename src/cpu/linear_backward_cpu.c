@@ -134,11 +134,16 @@ static void run_panels(void *arg, int64_t item, int32_t lane) {
     int64_t dy_width = panel_width(g->features_out, o);
     char *c = job->lanes + (size_t)lane * lane_size(g);
     if (g->d_weight.data != NULL) {
-        job->kernels->weight_panel(job->rows, dy, dy_width, outputs, panel_at(job, job->x, k), width, c);
+        int64_t columns = columns_of(g->features_in, k), element = (int64_t)rapt_dtype_size(g->dtype);
         const int64_t *stride = g->d_weight.stride;
-        for (int64_t i = 0; i < outputs; i++) {
-            store(job, c + job->real * (size_t)(i * width), columns_of(g->features_in, k), &g->d_weight,
-                  (o * PANEL + i) * stride[0] + k * PANEL * stride[1], stride[1]);
+        int64_t first = o * PANEL * stride[0] + k * PANEL * stride[1];
+        bool writes_in_place =
+            job->real == (size_t)element && columns == width && stride[1] == 1 && !g->adds_parameters;
+        char *y = writes_in_place ? (char *)g->d_weight.data + element * first : c;
+        job->kernels->weight_panel(job->rows, dy, dy_width, outputs, panel_at(job, job->x, k), width, c, y,
+                                   writes_in_place ? stride[0] : width);
+        for (int64_t i = 0; i < outputs && !writes_in_place; i++) {
+            store(job, c + job->real * (size_t)(i * width), columns, &g->d_weight, first + i * stride[0], stride[1]);
         }
     }
     if (g->d_bias.data != NULL && k == 0) {

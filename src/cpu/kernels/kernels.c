@@ -25,12 +25,15 @@ static void linear_panel(const rapt_rows *x, int64_t count, int64_t features, co
 }
 
 static void weight_panel(int64_t rows, const void *dy, int64_t dy_width, int64_t outputs, const void *x, int64_t width,
-                         void *c) {
+                         void *partial, void *y, int64_t y_stride) {
     for (int64_t r = 0; r < rows; r += CHAIN) {
-        int64_t count = rows - r < CHAIN ? rows - r : CHAIN;
-        product_chain_transposed(outputs, count, (const real *)dy + r * dy_width, dy_width, (const real *)x + r * width,
-                                 width, width,
-                                 (sums_to){.before = r > 0 ? c : NULL, .ld_before = width, .c = c, .ldc = width});
+        bool is_last = rows - r <= CHAIN;
+        sums_to to = {.before = r > 0 ? partial : NULL,
+                      .ld_before = width,
+                      .c = is_last ? y : partial,
+                      .ldc = is_last ? y_stride : width};
+        product_chain_transposed(outputs, is_last ? rows - r : CHAIN, (const real *)dy + r * dy_width, dy_width,
+                                 (const real *)x + r * width, width, width, to);
     }
 }
 

@@ -140,9 +140,10 @@ struct rapt_cpu_kernels {
     /* Row r of a block [64][dim], times a factor, or that added to what is there. */
     void (*store_block_row)(const void *block, int64_t r, int64_t dim, double factor, bool accumulate, void *to,
                             rapt_dtype dtype, int64_t stride, void *row_scratch);
-    /* c [outputs][width] = the sum over rows of dy [rows][PANEL-wide panel] transposed times x [rows][width]. */
+    /* y [outputs][width], rows y_stride apart, = the sum over rows of dy [rows][dy_width] transposed times x [rows][width];
+     * partial [outputs][width] is scratch, and may be y if that has no gaps. */
     void (*weight_panel)(int64_t rows, const void *dy, int64_t dy_width, int64_t outputs, const void *x, int64_t width,
-                         void *c);
+                         void *partial, void *y, int64_t y_stride);
     /* sums [width] of rows [rows][width]. */
     void (*sum_rows)(int64_t rows, const void *from, int64_t width, void *sums);
     /* Stores a row of results in the dtype asked for. */

@@ -65,16 +65,33 @@ INLINE left_matrix from_row(left_matrix a, int64_t row) {
     return a;
 }
 
+/* What comes nearer while a chain is computed: a line in each of its steps. */
+typedef struct fetching {
+    const char *data;
+    int64_t step; /* in bytes */
+} fetching;
+
+/* Rows that the next chain will need, a line of each in every register tile: four tiles fetch those of B; if A is
+ * transposed, so that its rows are as far apart, the next four fetch those. */
+INLINE fetching fetch_for(const number_kind kind, int64_t tile, left_matrix a, matrix b, int64_t column) {
+    int64_t line = tile * LINE % PANEL, size = kind == REALS ? sizeof(real) : 2;
+    if (a.row_stride == 1 && tile % 8 >= 4) {
+        const real *next = a.data + CHAIN * a.inner_stride + line;
+        return (fetching){(const char *)next, a.inner_stride * (int64_t)sizeof(real)};
+    }
+    return (fetching){(const char *)b.data + (CHAIN * b.ld + column + line) * size, b.ld * size};
+}
+
 /* One register tile over one chain. R and V are constants at every call, so the loops over them unroll and `sum` lives in
- * registers. Meanwhile rows of B that the next chain will need come nearer, a line of each: `ahead` is in the first. */
+ * registers. */
 INLINE void micro_tile(const number_kind kind, const int R, const int V, int64_t inner, left_matrix a, matrix b,
-                       int64_t column, int64_t ahead, sums_to to) {
+                       int64_t column, fetching ahead, sums_to to) {
     vec sum[MICRO_ROWS][MICRO_VECTORS];
     UNROLL for (int r = 0; r < R; r++) { UNROLL for (int v = 0; v < V; v++) sum[r][v] = v_zero(); }
     for (int64_t k = 0; k < inner; k++) {
         vec numbers[MICRO_VECTORS];
-        fetch_ahead(kind, b, ahead + k * b.ld);
-        if (kind != REALS) fetch_ahead(kind, b, ahead + k * b.ld + PANEL / 2); /* few rows must fetch all lines */
+        __builtin_prefetch(ahead.data + k * ahead.step, 0, 2);
+        if (kind != REALS) __builtin_prefetch(ahead.data + k * ahead.step + PANEL, 0, 2); /* few rows fetch all lines */
         UNROLL for (int v = 0; v < V; v++) numbers[v] = load_numbers(kind, b, k * b.ld + column + v * LANES);
         UNROLL for (int r = 0; r < R; r++) {
             vec x = v_all(a.data[r * a.row_stride + k * a.inner_stride]);
@@ -101,14 +118,14 @@ INLINE void micro_tile(const number_kind kind, const int R, const int V, int64_t
 /* All row counts for a constant number of vectors, from a column of B on. */
 INLINE void micro_rows(const number_kind kind, const int V, int64_t rows, int64_t inner, left_matrix a, matrix b,
                        int64_t column, sums_to to) {
-    int64_t r = 0, ahead = CHAIN * b.ld + column;
+    int64_t r = 0;
     to = sums_to_tile(to, 0, column);
     for (; r + MICRO_ROWS <= rows; r += MICRO_ROWS) {
-        int64_t line = ahead + r / MICRO_ROWS * LINE % PANEL;
-        micro_tile(kind, MICRO_ROWS, V, inner, from_row(a, r), b, column, line, sums_to_tile(to, r, 0));
+        fetching ahead = fetch_for(kind, r / MICRO_ROWS, a, b, column);
+        micro_tile(kind, MICRO_ROWS, V, inner, from_row(a, r), b, column, ahead, sums_to_tile(to, r, 0));
     }
+    fetching ahead = fetch_for(kind, r / MICRO_ROWS, a, b, column);
     a = from_row(a, r);
-    ahead += r / MICRO_ROWS * LINE % PANEL;
     to = sums_to_tile(to, r, 0);
     switch (rows - r) {
 #if MICRO_ROWS > 4
