@@ -17,9 +17,11 @@
 
 #include <math.h>
 
-#define TILE_ROWS 48
-#define MOST_TILE_ROWS 72 /* of a unit's only tile, which need not pack for others */
-#define WEIGHTS_ROWS 48   /* whole rows of weights that a lane holds */
+#define FEW_ROWS 72        /* of a unit are one tile */
+#define LEAST_TILE_ROWS 48 /* of the others */
+#define MOST_TILE_ROWS 256 /* of any */
+#define TILES_OF_A_LANE 8  /* so many that all lanes end at much the same time */
+#define WEIGHTS_ROWS 48    /* whole rows of weights that a lane holds */
 #define FAR_BYTES ((size_t)16 << 20)
 #define WAVE_BYTES_PER_LANE ((size_t)4 << 20)
 
@@ -116,13 +118,26 @@ static bool reads_in_place(const attn_problem *p, int64_t rows) {
     return plain && real && rows <= IN_PLACE_ROWS && p->dim % COLUMNS == 0 && p->value_dim % COLUMNS == 0;
 }
 
+/* The more rows a tile has, the less often keys come from a far cache, and a unit's only tile packs them for itself alone;
+ * but there must be enough tiles for all lanes. */
+static int64_t choose_tile_rows(const rapt_context *context, const attn_problem *p, int64_t rows, int64_t units) {
+    if (context->tile_rows > 0) return smaller(context->tile_rows, rows);
+    if (rows <= FEW_ROWS) return rows;
+    int64_t enough = context->lanes > 1 ? TILES_OF_A_LANE * (int64_t)context->lanes : 1;
+    int64_t many = p->limit_left || p->limit_right ? 128 : 192; /* fewer where rows see different keys */
+    const int64_t sizes[] = {rows <= MOST_TILE_ROWS ? rows : many, 96};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        if (units * divide_up(rows, sizes[i]) >= enough) return smaller(sizes[i], rows);
+    }
+    return LEAST_TILE_ROWS;
+}
+
 static void make_plan(const rapt_context *context, const attn_problem *p, attn_plan *plan) {
     *plan = (attn_plan){.group = p->heads / p->kv_heads, .units = p->batch * p->kv_heads};
     plan->real = rapt_accumulation_size(p->dtype);
     plan->rows_per_unit = p->queries * plan->group;
     int64_t most_rows = context->tile_rows > 0 ? context->tile_rows : MOST_TILE_ROWS;
-    plan->tile_rows = smaller(most_rows, plan->rows_per_unit);
-    if (plan->tile_rows < plan->rows_per_unit && context->tile_rows == 0) plan->tile_rows = TILE_ROWS;
+    plan->tile_rows = choose_tile_rows(context, p, plan->rows_per_unit, plan->units);
     plan->room_rows = smaller(most_rows, p->queries * p->heads); /* a unit has more rows where KV heads are fewer */
     plan->tiles_per_unit = divide_up(plan->rows_per_unit, plan->tile_rows);
     plan->out_stride = rapt_round_up(p->value_dim, COLUMNS);
