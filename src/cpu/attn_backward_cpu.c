@@ -14,6 +14,8 @@
  */
 #include "cpu.h"
 
+#define SOON_BYTES ((int64_t)256 << 10) /* of a unit that is fetched ahead */
+
 enum { ROW_STATS = 3 }; /* reference, factor and delta */
 
 /* ---- sizes ---- */
@@ -97,6 +99,7 @@ typedef struct backward_job {
     int64_t wave;          /* then: row block + key block of the tiles that run, */
     int64_t first_block;   /* and the first and the number of the row blocks that have one */
     int64_t block_count;
+    int64_t lane_count;
     const mask_gradient *mask; /* in the pass of one */
 } backward_job;
 
@@ -246,14 +249,49 @@ static void clear_hidden_keys(const backward_job *job, const backward_unit *unit
 
 /* ---- a unit on one lane ---- */
 
+/* What is read when a unit begins, if that is so little that it may wait in the second cache. */
+static void want_unit(const backward_job *job, int64_t index, char *memory, rapt_soon *soon) {
+    const attn_problem *p = job->problem;
+    const backward_plan *plan = &job->plan;
+    int64_t rows = plan->rows * (p->dim + 2 * p->value_dim), keys = CHAIN * (p->dim + p->value_dim);
+    bool pays = plan->rows >= CHAIN / 2 && (rows + keys) * (int64_t)rapt_dtype_size(p->dtype) <= SOON_BYTES;
+    if (!pays || index >= plan->units) return;
+    backward_unit next = find_unit(job, index, memory, false), *unit = &next;
+    int64_t count = smaller(CHAIN, unit->end - unit->first_key);
+    rapt_want_soon(soon, &p->v, p->dtype, unit->n, unit->kv_head, unit->first_key, count, p->value_dim);
+    rapt_want_soon(soon, &p->k, p->dtype, unit->n, unit->kv_head, unit->first_key, count, p->dim);
+    for (int64_t h = unit->kv_head * plan->group; h < (unit->kv_head + 1) * plan->group; h++) {
+        rapt_want_soon(soon, &p->out, p->dtype, unit->n, h, 0, p->queries, p->value_dim);
+        rapt_want_soon(soon, &job->gradients->out, p->dtype, unit->n, h, 0, p->queries, p->value_dim);
+        rapt_want_soon(soon, &p->q, p->dtype, unit->n, h, 0, p->queries, p->dim);
+    }
+}
+
+/* Before the tiles of a block of keys: the next block, and where the gradients of this one go. */
+static void want_keys(const backward_job *job, const backward_unit *unit, const attn_keys *keys, rapt_soon *soon) {
+    const attn_problem *p = job->problem;
+    int64_t next = keys->first_key + CHAIN, count = smaller(CHAIN, unit->end - next);
+    if (keys->extra) return;
+    rapt_want_soon(soon, &p->v, p->dtype, unit->n, unit->kv_head, next, count, p->value_dim);
+    rapt_want_soon(soon, &p->k, p->dtype, unit->n, unit->kv_head, next, count, p->dim);
+    const attn_gradients *g = job->gradients;
+    rapt_want_soon(soon, &g->v, p->dtype, unit->n, unit->kv_head, keys->first_key, keys->keys, p->value_dim);
+    rapt_want_soon(soon, &g->k, p->dtype, unit->n, unit->kv_head, keys->first_key, keys->keys, p->dim);
+}
+
 static void run_unit(void *arg, int64_t index, int32_t lane) {
     const backward_job *job = arg;
     const backward_plan *plan = &job->plan;
-    backward_unit unit = find_unit(job, index, job->units + (size_t)lane * plan->own_bytes, false);
+    char *memory = job->units + (size_t)lane * plan->own_bytes;
+    backward_unit unit = find_unit(job, index, memory, false);
     char *scratch = lane_scratch(job, lane);
+    rapt_soon soon;
+    soon.count = 0;
+    want_unit(job, index + job->lane_count, memory, &soon); /* the lanes take turns, more or less */
     bool has_odd_lse = false;
     for (int64_t b = 0; b < plan->row_blocks; b++) {
         prepare_rows(job, &unit, b, lane);
+        unit.rows[b].rows.soon = &soon;
         has_odd_lse |= unit.rows[b].has_odd_lse;
     }
     if (has_odd_lse) {
@@ -272,6 +310,7 @@ static void run_unit(void *arg, int64_t index, int32_t lane) {
     }
     for (int64_t k = 0; k < unit.key_blocks; k++) {
         attn_key_block *keys = prepare_keys(job, &unit, k, 0, lane);
+        want_keys(job, &unit, &keys->keys, &soon);
         for (int64_t b = 0; b < plan->row_blocks; b++) {
             job->kernels->backward_tile(&unit.rows[b], keys, job->gradients, scratch);
         }
@@ -427,6 +466,7 @@ static void run_masks(rapt_context *context, backward_job *job, double operation
 void rapt_cpu_attn_backward(rapt_context *context, const attn_problem *p, const attn_gradients *gradients,
                             void *scratch) {
     backward_job job = {.kernels = context->kernels[p->dtype == RAPT_F64],
+                        .lane_count = context->lanes,
                         .problem = p,
                         .gradients = gradients,
                         .plan = make_plan(context, p, gradients)};

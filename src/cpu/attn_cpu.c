@@ -17,11 +17,12 @@
 
 #include <math.h>
 
-#define FEW_ROWS 72        /* of a unit are one tile */
-#define LEAST_TILE_ROWS 48 /* of the others */
-#define MOST_TILE_ROWS 256 /* of any */
-#define TILES_OF_A_LANE 8  /* so many that all lanes end at much the same time */
-#define WEIGHTS_ROWS 48    /* whole rows of weights that a lane holds */
+#define FEW_ROWS 72           /* of a unit are one tile */
+#define LEAST_TILE_ROWS 48    /* of the others */
+#define MOST_TILE_ROWS 256    /* of any */
+#define TILES_OF_A_LANE 8     /* so many that all lanes end at much the same time */
+#define ROWS_TO_LOOK_AHEAD 32 /* of a tile: with fewer it takes longer than it saves */
+#define WEIGHTS_ROWS 48       /* whole rows of weights that a lane holds */
 #define FAR_BYTES ((size_t)16 << 20)
 #define WAVE_BYTES_PER_LANE ((size_t)4 << 20)
 
@@ -220,7 +221,7 @@ typedef struct attn_job {
     const attn_problem *problem;
     attn_plan plan;
     attn_unit *units; /* of this wave */
-    int64_t unit_count;
+    int64_t unit_count, lane_count;
     char *packed, *lanes, *partials;
     char *reference_stats, *sum_stats; /* [N, H, L] */
     void *average;
@@ -390,10 +391,45 @@ static void finish_tile(const attn_job *job, const attn_rows *rows, const attn_p
     job->kernels->attn_finish(rows, total);
 }
 
+/* Rows of queries, or of what has their shape. */
+static void want_rows(rapt_soon *soon, const attn_rows *rows, const rapt_view *view, int64_t dim) {
+    for (int64_t h = 0; h < rows->heads; h++) {
+        rapt_want_soon(soon, view, rows->problem->dtype, rows->n, rows->first_head + h, rows->first / rows->heads,
+                       rows->count / rows->heads, dim);
+    }
+}
+
+static void want_keys(const attn_job *job, const attn_unit *unit, int64_t cut, rapt_soon *soon) {
+    const attn_problem *p = job->problem;
+    if (p->cache != NULL || cut >= unit->cuts) return;
+    int64_t first = unit->first_key + (unit->first_cut + cut) * CUT, count = smaller(CUT, unit->end - first);
+    rapt_want_soon(soon, &p->v, p->dtype, unit->n, unit->kv_head, first, count, p->value_dim);
+    rapt_want_soon(soon, &p->k, p->dtype, unit->n, unit->kv_head, first, count, p->dim);
+}
+
+/* Where this tile will write, and what the lane's next one will read: the lanes take turns, more or less. */
+static void look_ahead(const attn_job *job, int64_t item, const attn_rows *rows, rapt_soon *soon) {
+    const attn_problem *p = job->problem;
+    int64_t tiles = job->plan.tiles_per_unit, next = item + job->lane_count;
+    if (next / tiles < job->unit_count) {
+        const attn_unit *unit = &job->units[next / tiles];
+        attn_rows then = tile_rows(job, unit, next % tiles);
+        if (next / tiles != item / tiles) want_keys(job, unit, 0, soon);
+        want_rows(soon, &then, &p->q, p->dim);
+    }
+    want_rows(soon, rows, &p->out, p->value_dim);
+}
+
 static void run_tile(void *arg, int64_t item, int32_t lane) {
     const attn_job *job = arg;
     const attn_unit *unit = &job->units[item / job->plan.tiles_per_unit];
     attn_rows rows = tile_rows(job, unit, item % job->plan.tiles_per_unit);
+    rapt_soon soon;
+    soon.count = 0;
+    if (rows.count >= ROWS_TO_LOOK_AHEAD) {
+        rows.soon = &soon;
+        look_ahead(job, item, &rows, &soon);
+    }
     lane_scratch scratch;
     lay_out_scratch(job, lane, &scratch);
     job->kernels->pack_queries(&rows, scratch.q);
@@ -401,6 +437,7 @@ static void run_tile(void *arg, int64_t item, int32_t lane) {
     for (int64_t cut = 0; cut < cuts_with_extra(job, unit); cut++) {
         const attn_keys *keys = keys_of_cut(job, unit, cut, &scratch);
         attn_partial *target = is_empty ? &scratch.total : &scratch.partial;
+        if (rows.soon != NULL && item % job->plan.tiles_per_unit == 0) want_keys(job, unit, cut + 1, &soon);
         if (!job->kernels->attn_cut(&rows, keys, scratch.q, scratch.scores, target)) continue;
         if (!is_empty) job->kernels->attn_merge(rows.count, &scratch.total, &scratch.partial);
         is_empty = false;
@@ -516,7 +553,7 @@ static char *carve(char **memory, size_t bytes) {
 }
 
 static void attn_forward(rapt_context *context, const attn_problem *p, void *scratch) {
-    attn_job job = {.kernels = context->kernels[p->dtype == RAPT_F64], .problem = p};
+    attn_job job = {.kernels = context->kernels[p->dtype == RAPT_F64], .problem = p, .lane_count = context->lanes};
     make_plan(context, p, &job.plan);
     const attn_plan *plan = &job.plan;
     char *memory = scratch;

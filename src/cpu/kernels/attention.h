@@ -129,7 +129,7 @@ static void tile_scores(const attn_rows *rows, const attn_keys *keys, const real
             continue;
         }
         const real *k = as_reals(keys, keys->k, panel * PANEL * dim, PANEL * dim) + (first - panel * PANEL);
-        product(rows->count, dim, q, dim, k, PANEL, last - first, scores + first, CUT);
+        product(rows->count, dim, q, dim, k, PANEL, last - first, rows->soon, scores + first, CUT);
     }
 }
 
@@ -171,7 +171,7 @@ static void weigh_values(const attn_rows *rows, const attn_keys *keys, int64_t d
             if (mark_masked) {
                 select_chain(rows->count, count, scores + first + k, v, stride, width, to);
             } else {
-                product_chain(rows->count, count, scores + first + k, CUT, v, stride, width, to);
+                product_chain(rows->count, count, scores + first + k, CUT, v, stride, width, NULL, to);
             }
         }
     }

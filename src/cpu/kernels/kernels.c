@@ -20,7 +20,7 @@ static void linear_panel(const rapt_rows *x, int64_t count, int64_t features, co
                       .ldc = is_last ? y_stride : width};
         const real *chain = (const real *)(const void *)x->data + rapt_feature_at(x, k);
         product_chain(count, is_last ? features - k : CHAIN, chain, x->stride[1], weights + k * width, width, width,
-                      to);
+                      NULL, to);
     }
 }
 
@@ -33,7 +33,7 @@ static void weight_panel(int64_t rows, const void *dy, int64_t dy_width, int64_t
                       .c = is_last ? y : partial,
                       .ldc = is_last ? y_stride : width};
         product_chain_transposed(outputs, is_last ? rows - r : CHAIN, (const real *)dy + r * dy_width, dy_width,
-                                 (const real *)x + r * width, width, width, to);
+                                 (const real *)x + r * width, width, width, NULL, to);
     }
 }
 

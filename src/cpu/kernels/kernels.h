@@ -18,6 +18,7 @@ enum {
 enum {
     PANEL = RAPT_PANEL, /* columns (keys, outputs) of a packed panel, the same on every ISA */
     IN_PLACE_ROWS = 4,  /* packing keys pays from more rows on */
+    SOON_RANGES = 16,   /* of memory that is fetched ahead */
 };
 
 static inline int64_t rapt_round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
@@ -30,12 +31,22 @@ void rapt_real_keys(const attn_problem *problem, int64_t n, int64_t *begin, int6
  * hidden. */
 int64_t rapt_sole_key(const attn_problem *problem, int64_t n, int64_t head, int64_t i, int64_t first);
 
+/* Memory that is wanted soon, the last range first: products bring a little of it nearer in each of their steps. */
+typedef struct rapt_soon {
+    int32_t count;
+    struct {
+        const char *data;
+        int64_t bytes;
+    } range[SOON_RANGES];
+} rapt_soon;
+
 /* Rows are queries of `heads` heads that share their keys, stacked so that the heads of one query stand together:
  * row r is query r / heads of head first_head + r % heads. */
 typedef struct attn_rows {
     const attn_problem *problem;
     int64_t n, kv_head, first_head, heads;
     int64_t first, count;
+    rapt_soon *soon; /* what to fetch meanwhile; NULL: nothing */
 } attn_rows;
 
 /* Keys of one cut, packed: columns 0 to keys - 1 are keys first_key and on. */

@@ -71,10 +71,20 @@ typedef struct fetching {
     int64_t step; /* in bytes */
 } fetching;
 
-/* Rows that the next chain will need, a line of each in every register tile: four tiles fetch those of B; if A is
- * transposed, so that its rows are as far apart, the next four fetch those. */
-INLINE fetching fetch_for(const number_kind kind, int64_t tile, left_matrix a, matrix b, int64_t column) {
+/* What is wanted soon, if there is something; else rows that the next chain will need, a line of each in every register
+ * tile: four tiles fetch those of B; if A is transposed, so that its rows are as far apart, the next four fetch those. */
+INLINE fetching fetch_for(const number_kind kind, int64_t tile, left_matrix a, matrix b, int64_t column,
+                          rapt_soon *soon) {
     int64_t line = tile * LINE % PANEL, size = kind == REALS ? sizeof(real) : 2;
+    if (soon != NULL && soon->count > 0) {
+        int64_t line_bytes = LINE * sizeof(real), bytes = CHAIN * line_bytes;
+        int32_t last = soon->count - 1;
+        fetching ahead = {soon->range[last].data, line_bytes};
+        soon->range[last].data += bytes;
+        soon->range[last].bytes -= bytes;
+        if (soon->range[last].bytes <= 0) soon->count = last;
+        return ahead;
+    }
     if (a.row_stride == 1 && tile % 8 >= 4) {
         const real *next = a.data + CHAIN * a.inner_stride + line;
         return (fetching){(const char *)next, a.inner_stride * (int64_t)sizeof(real)};
@@ -117,14 +127,14 @@ INLINE void micro_tile(const number_kind kind, const int R, const int V, int64_t
 
 /* All row counts for a constant number of vectors, from a column of B on. */
 INLINE void micro_rows(const number_kind kind, const int V, int64_t rows, int64_t inner, left_matrix a, matrix b,
-                       int64_t column, sums_to to) {
+                       int64_t column, rapt_soon *soon, sums_to to) {
     int64_t r = 0;
     to = sums_to_tile(to, 0, column);
     for (; r + MICRO_ROWS <= rows; r += MICRO_ROWS) {
-        fetching ahead = fetch_for(kind, r / MICRO_ROWS, a, b, column);
+        fetching ahead = fetch_for(kind, r / MICRO_ROWS, a, b, column, soon);
         micro_tile(kind, MICRO_ROWS, V, inner, from_row(a, r), b, column, ahead, sums_to_tile(to, r, 0));
     }
-    fetching ahead = fetch_for(kind, r / MICRO_ROWS, a, b, column);
+    fetching ahead = fetch_for(kind, r / MICRO_ROWS, a, b, column, NULL);
     a = from_row(a, r);
     to = sums_to_tile(to, r, 0);
     switch (rows - r) {
@@ -140,49 +150,49 @@ INLINE void micro_rows(const number_kind kind, const int V, int64_t rows, int64_
 }
 
 INLINE void chain_of_kind(const number_kind kind, int64_t rows, int64_t inner, left_matrix a, matrix b, int64_t columns,
-                          sums_to to) {
+                          rapt_soon *soon, sums_to to) {
     int64_t j = 0;
     for (; j + MICRO_VECTORS * LANES <= columns; j += MICRO_VECTORS * LANES) {
-        micro_rows(kind, MICRO_VECTORS, rows, inner, a, b, j, to);
+        micro_rows(kind, MICRO_VECTORS, rows, inner, a, b, j, soon, to);
     }
     /* What is left is a multiple of COLUMNS, so only wide vectors get here. */
 #if LANES == 16
-    if (columns - j == 3 * LANES) micro_rows(kind, 3, rows, inner, a, b, j, to);
-    if (columns - j == 1 * LANES) micro_rows(kind, 1, rows, inner, a, b, j, to);
+    if (columns - j == 3 * LANES) micro_rows(kind, 3, rows, inner, a, b, j, soon, to);
+    if (columns - j == 1 * LANES) micro_rows(kind, 1, rows, inner, a, b, j, soon, to);
 #endif
 #if LANES >= 8
-    if (columns - j == 2 * LANES) micro_rows(kind, 2, rows, inner, a, b, j, to);
+    if (columns - j == 2 * LANES) micro_rows(kind, 2, rows, inner, a, b, j, soon, to);
 #endif
 }
 
 static void product_chain(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
-                          int64_t columns, sums_to to) {
-    chain_of_kind(REALS, rows, inner, (left_matrix){a, lda, 1}, (matrix){b, ldb}, columns, to);
+                          int64_t columns, rapt_soon *soon, sums_to to) {
+    chain_of_kind(REALS, rows, inner, (left_matrix){a, lda, 1}, (matrix){b, ldb}, columns, soon, to);
 }
 
 /* A [inner, rows], inner apart by lda. */
 static void product_chain_transposed(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b,
-                                     int64_t ldb, int64_t columns, sums_to to) {
-    chain_of_kind(REALS, rows, inner, (left_matrix){a, 1, lda}, (matrix){b, ldb}, columns, to);
+                                     int64_t ldb, int64_t columns, rapt_soon *soon, sums_to to) {
+    chain_of_kind(REALS, rows, inner, (left_matrix){a, 1, lda}, (matrix){b, ldb}, columns, soon, to);
 }
 
 /* The same with B of 16-bit numbers, for up to MICRO_ROWS rows. */
 static void narrow_chain(rapt_dtype dtype, int64_t rows, int64_t inner, const real *a, int64_t lda, const uint16_t *b,
                          int64_t ldb, int64_t columns, sums_to to) {
     if (dtype == RAPT_F16) {
-        chain_of_kind(HALVES, rows, inner, (left_matrix){a, lda, 1}, (matrix){b, ldb}, columns, to);
+        chain_of_kind(HALVES, rows, inner, (left_matrix){a, lda, 1}, (matrix){b, ldb}, columns, NULL, to);
     } else {
-        chain_of_kind(BRAIN_HALVES, rows, inner, (left_matrix){a, lda, 1}, (matrix){b, ldb}, columns, to);
+        chain_of_kind(BRAIN_HALVES, rows, inner, (left_matrix){a, lda, 1}, (matrix){b, ldb}, columns, NULL, to);
     }
 }
 
 /* Chains outside, rows inside: the rows of B of one chain stay in the nearest cache for all rows of A. */
 INLINE void product(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
-                    int64_t columns, real *c, int64_t ldc) {
+                    int64_t columns, rapt_soon *soon, real *c, int64_t ldc) {
     int64_t k = 0;
     do { /* at least once: an empty inner dimension gives zeros */
         sums_to to = {.before = k > 0 ? c : NULL, .ld_before = ldc, .c = c, .ldc = ldc};
-        product_chain(rows, inner - k < CHAIN ? inner - k : CHAIN, a + k, lda, b + k * ldb, ldb, columns, to);
+        product_chain(rows, inner - k < CHAIN ? inner - k : CHAIN, a + k, lda, b + k * ldb, ldb, columns, soon, to);
         k += CHAIN;
     } while (k < inner);
 }
