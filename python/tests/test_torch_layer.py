@@ -410,6 +410,35 @@ def test_converted_encoder_layer(activation, norm_first, monkeypatch):
         close(copy.deepcopy(layer)(x), expected)
 
 
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_hooks_in_a_converted_encoder_layer(norm_first, everywhere):
+    """They see all that they saw before, dropouts that do nothing included."""
+    layer = nn.TransformerEncoderLayer(E, H, 12, batch_first=True, norm_first=norm_first)
+    x = torch.randn(N, L, E)
+    for kind in ("forward", "forward_pre"):
+        seen = []
+
+        def see(module, args, out=None, seen=seen):
+            seen.append(type(module).__name__)
+
+        if everywhere:
+            hooks = [getattr(nn.modules.module, f"register_module_{kind}_hook")(see)]
+        else:
+            hooks = [getattr(m, f"register_{kind}_hook")(see) for m in layer.modules()]
+        try:
+            layer.train()(x)  # the long way, in PyTorch
+            before = seen.copy()
+            seen.clear()
+            with torch.no_grad():
+                rapt.torch.convert(layer).eval()(x)
+            assert seen == before and seen.count("Dropout") == 3
+        finally:
+            for hook in hooks:
+                hook.remove()
+            rapt.torch.unconvert(layer)
+
+
 def test_sdpa_context():
     q = torch.randn(1, 2, 3, 4)
     before = F.scaled_dot_product_attention
