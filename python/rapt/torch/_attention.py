@@ -53,6 +53,12 @@ def takes_in_graph(tensor: Any) -> bool:
     return tensor.device.type == "cpu" and tensor.dtype in _DTYPES and tensor.layout is _strided
 
 
+def _is_hollow(tensor: Tensor) -> bool:
+    """Whether it has no heads, or heads of no dimension, for which there are no kernels."""
+    sizes = tensor.shape
+    return 0 in sizes and (0 in sizes[-1:] or 0 in sizes[-3:-2])
+
+
 def takes_mask(mask: Tensor | None, query: Tensor) -> bool:
     """Whether Rapt takes the mask; its type must be one that PyTorch takes, too."""
     if mask is None:
@@ -215,7 +221,13 @@ def scaled_dot_product_attention(
         taken = takes(query) and takes(key) and takes(value)
         if attn_mask is not None and attn_mask.is_neg():
             attn_mask = attn_mask.resolve_neg()
-    if not taken or (attn_mask is not None and not takes_mask(attn_mask, query)):
+    if (
+        not taken
+        or (attn_mask is not None and not takes_mask(attn_mask, query))
+        or _is_hollow(query)
+        or _is_hollow(key)
+        or _is_hollow(value)
+    ):
         _check_extras(causal_offset or None, window, key_lengths, key_start)
         return torch_sdpa(
             query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,

@@ -217,13 +217,15 @@ def forward(
     num_kv_heads: int | None = None,
     rotary: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor | None] | None:
-    """The layer on the tensors that _INPUTS and WEIGHTS name; None: they are not for Rapt."""
+    """The layer on the tensors that INPUTS and WEIGHTS name; None: they are not for Rapt."""
     query, key, value, attn_mask, padding, static_k, static_v, *weights = tensors
     compiling = _is_compiling()
     test = takes_in_graph if compiling else takes
     for t in (query, key, value, static_k, static_v, *weights):
         if t is not None and not test(t):
             return None
+    if 0 in (query.shape[-1], key.shape[-1], value.shape[-1]):  # nothing to project
+        return None
     masks_fit = True
     for m in (attn_mask, padding):
         if m is not None and m.dtype is not torch.bool and not test(m):
