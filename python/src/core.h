@@ -183,6 +183,8 @@ PyObject *core_end_forward(core_call *call, PyObject *keywords, PyObject *result
 rapt_mha *core_layer_of(PyObject *object, const char *name);
 rapt_cache *core_cache_of(PyObject *object, const char *name);
 rapt_mha_state *core_state_of(PyObject *object, const char *name);
+/* The same for a backward: the state is one that a forward of the object's filled, or empty. */
+const rapt_mha_state *core_filled_state_of(PyObject *object, const char *name);
 /* Hands what a call borrows to the state, but for its results, and what the state had before to the call. */
 void core_state_keep(PyObject *state, core_call *call);
 int core_add_layers(PyObject *module);

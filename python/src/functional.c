@@ -69,7 +69,7 @@ PyObject *core_functional_backward(PyObject *module, PyObject *args) {
     rapt_context *context = core_context();
     if (context == NULL || !PyArg_ParseTuple(args, "OOOOO", &dict, &state_object, &d_out, &d_weights, &wanted))
         return NULL;
-    const rapt_mha_state *state = core_state_of(state_object, "state");
+    const rapt_mha_state *state = core_filled_state_of(state_object, "state");
     if (state == NULL) return NULL;
     core_call call;
     core_call_begin(&call);

@@ -181,7 +181,7 @@ static PyObject *layer_backward(PyObject *self, PyObject *args) {
     rapt_mha_gradients gradients;
     rapt_context *context = core_context();
     if (context == NULL || !PyArg_ParseTuple(args, "OOOO", &state_object, &d_out, &d_weights, &wanted)) return NULL;
-    const rapt_mha_state *state = core_state_of(state_object, "state");
+    const rapt_mha_state *state = core_filled_state_of(state_object, "state");
     if (state == NULL) return NULL;
     core_call call;
     core_call_begin(&call);

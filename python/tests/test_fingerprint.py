@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from rapt._core import fingerprint
 
+MAX_DIMS, F32 = 8, 1  # RAPT_MAX_DIMS, RAPT_F32
+
 
 def bytes_of(count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 2, count).astype(bool)  # one byte each
@@ -103,3 +105,34 @@ def test_shapes_types_and_numbers_of_arrays_count() -> None:
         fingerprint(np.zeros(3, np.int64))
     with pytest.raises(ValueError, match="41 arrays"):
         fingerprint(*[zeros] * 41)
+
+
+def reference(array: np.ndarray) -> int:
+    """The fingerprint of one contiguous array of float32, by the description in python/src/fingerprint.c."""
+    sizes = [number for n, stride in zip(array.shape, array.strides) for number in (n, stride // array.itemsize)]
+    header = [1, 1, F32, array.ndim, *sizes, *([0] * (2 * MAX_DIMS - len(sizes)))]
+    stream = np.array(header, np.int64).tobytes() + array.tobytes()
+    stream += bytes(64 - len(stream) % 64)
+    words = np.frombuffer(stream, np.uint64).reshape(-1, 8)
+    odd, half = 0x9E3779B97F4A7C15, np.uint64(32)
+    keys = np.array(
+        [
+            [(0x243F6A8885A308D3 + 0x13198A2E03707344 * i + block * odd) % 2**64 for i in range(8)]
+            for block in range(len(words))
+        ],
+        np.uint64,
+    )
+    mixed = words ^ keys
+    products = ((mixed & np.uint64(0xFFFFFFFF)) * (mixed >> half)).sum(0, dtype=np.uint64)
+    sums = products + words.sum(0, dtype=np.uint64)[[1, 0, 3, 2, 5, 4, 7, 6]]
+    found = 0
+    for number in map(int, sums):
+        found = (found ^ number ^ number >> 32) * odd % 2**64
+        found ^= found >> 29
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 3, 16, 31, 64, 1000, 4099])
+def test_any_instructions_give_the_same(count: int) -> None:
+    array = np.random.default_rng(5).standard_normal(count).astype(np.float32)
+    assert fingerprint(array) == reference(array)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import resource
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +220,59 @@ def test_a_state_keeps_what_it_borrows() -> None:
         rows(64, 64, dtype=np.float64)  # takes memory that was given back
     gradients = layer.backward(state, d_out)
     assert np.allclose(gradients["query"] + gradients["key"], expected)
+
+
+def test_states_of_others_are_not_seen() -> None:
+    """A new state may have the memory of one that is gone, and shows nothing of it."""
+    layer = rapt.MultiheadAttention(8, 2, batch_first=True)
+    x, longer = rows(2, 5, 8), rows(3, 9, 8)
+    state = rapt.State()
+    layer(x, x, x, state=state, need_weights=False)
+    expected = layer.backward(state, x)
+    kept = [rapt._core.State() for _ in range(70)]  # more than are kept
+    for each in kept:
+        layer.core.forward(longer, longer, longer, np.empty_like(longer), state=each)
+    views = kept[0].saved()
+    query = np.array(views["query"])
+    del state, each, kept
+    fresh = [rapt._core.State() for _ in range(70)]
+    for each in fresh:
+        assert each.saved() is None
+        with pytest.raises(RuntimeError, match="state is empty"):
+            layer.core.backward(each, x, None, {})
+        with pytest.raises(ValueError):
+            layer.core.forward(x[..., :4], x, x, np.empty_like(x), state=each)
+        assert each.saved() is None
+        layer.core.forward(x, x, x, np.empty_like(x), state=each)
+        found = np.empty_like(x)
+        layer.core.backward(each, x, None, {"query": found, "key": found, "value": found})
+        assert (found == expected["query"]).all()
+    assert (np.asarray(views["query"]) == query).all()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts page faults, and looks at /proc")
+def test_memory_of_states_is_used_again() -> None:
+    def fill(batch: int) -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        state = rapt._core.State()
+        layer.core.forward(x[:batch], x[:batch], x[:batch], out[:batch], state=state)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    layer = rapt.MultiheadAttention(64, 2, batch_first=True)
+    x = rows(1, 1, 64).repeat(160000, 0)
+    out = np.zeros_like(x)
+    fill(10000)
+    assert sum(fill(10000) for _ in range(20)) < 40  # 10 MB each
+    fill(10000), fill(160000)  # the largest has 160 MB, and gives them back
+    before = resident()
+    state = rapt._core.State()
+    layer.core.forward(x, x, x, out, state=state)
+    assert resident() > before + (100 << 20)
+    del state
+    assert resident() < before + (30 << 20)
 
 
 def test_weights_are_those_of_the_scores() -> None:

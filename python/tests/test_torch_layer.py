@@ -29,7 +29,7 @@ def seeded():
 
 def close(ours, theirs, dtype=None):
     bound = TOLERANCE[dtype or ours.dtype]
-    size = max(1.0, theirs.abs().max().item())
+    size = max(1.0, theirs.abs().max().item()) if theirs.numel() > 0 else 1.0
     torch.testing.assert_close(ours, theirs, atol=bound * size, rtol=bound)
 
 
@@ -156,6 +156,21 @@ def test_functional_static():
     compare(call(static_v=make(N * H, S, E // H)))
 
 
+def test_functional_empty(monkeypatch):
+    """Each size may be 0 where PyTorch takes that, in the backward too."""
+    for sizes in itertools.product([0, 8], [0, 3], [0, 4], [0, 5]):
+        for name, size in zip("ENLS", sizes):
+            monkeypatch.setitem(globals(), name, size)
+        for same, extra, need in itertools.product([False, True], repeat=3):
+            if 0 not in sizes or (E == 0 and need):  # PyTorch divides by 0 there
+                continue
+            more = {"same": same, "extra": extra, "add_zero_attn": extra, "need_weights": need}
+            compare(call(**more))
+            keys = L if same else S
+            if E > 0 and N > 0 and keys > 0:  # else PyTorch fails to reshape it
+                compare(call(key_padding_mask=torch.zeros(N, keys, dtype=torch.bool), **more))
+
+
 def test_functional_refusals():
     function = rapt.torch.multi_head_attention_forward
     with pytest.raises(RuntimeError, match="is_causal"):
@@ -265,6 +280,43 @@ def test_layer(settings):
             close(ours(*x)[1], theirs(*x)[1])
     ours(*inputs(settings))[0].sum().backward()
     assert all(p.grad is not None for p in ours.parameters())
+
+
+@pytest.mark.parametrize("settings", [{"kdim": 0}, {"vdim": 0}, {"kdim": 0, "vdim": 0}], ids=str)
+@pytest.mark.parametrize("training", [True, False])
+def test_layer_without_features(settings, training):
+    """Keys or values that are nothing but their biases."""
+    ours, theirs = (module.train(training) for module in pair(**settings))
+    x = inputs(settings)
+    for a, b in zip(ours(*x), theirs(*x)):
+        close(a, b)
+    with torch.no_grad():
+        close(ours(*x)[0], theirs(*x)[0])
+    grads = [torch.autograd.grad(m(*x)[0].square().sum(), [*m.parameters()]) for m in (ours, theirs)]
+    for a, b in zip(*grads):
+        close(a, b)
+
+
+@pytest.mark.parametrize("settings", [{}, {"batch_first": True}, {"add_bias_kv": True, "add_zero_attn": True}], ids=str)
+@pytest.mark.parametrize("training", [True, False])
+def test_layer_empty(settings, training):
+    ours, theirs = (module.train(training) for module in pair(**settings))
+    for n, length, keys, same in itertools.product([0, N], [0, L], [0, S], [False, True]):
+        if 0 not in (n, length, keys):
+            continue
+        lead = settings.get("batch_first", False)
+        q, k = (make(n, size, E, dtype=torch.float32) for size in (length, keys))
+        q, k = (t if lead else t.transpose(0, 1) for t in (q, k))
+        k = q if same else k
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                (out, shown), (their_out, their_shown) = (m(q, k, k) for m in (ours, theirs))
+                close(out, their_out)
+                if their_shown is not None:  # PyTorch's fast path forgets them
+                    close(shown, their_shown)
+        grads = [torch.autograd.grad(m(q, k, k)[0].square().sum(), [q, k, *m.parameters()]) for m in (ours, theirs)]
+        for a, b in zip(*grads):
+            close(a, b)
 
 
 def test_layer_signatures_and_refusals():
@@ -408,6 +460,35 @@ def test_converted_encoder_layer(activation, norm_first, monkeypatch):
         assert len(in_place) == isinstance(activation, str) and all((t < 0).any() for t in seen) and len(seen) == 2
         close(pickle.loads(pickle.dumps(layer))(x), expected)
         close(copy.deepcopy(layer)(x), expected)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_hooks_in_a_converted_encoder_layer(norm_first, everywhere):
+    """They see all that they saw before, dropouts that do nothing included."""
+    layer = nn.TransformerEncoderLayer(E, H, 12, batch_first=True, norm_first=norm_first)
+    x = torch.randn(N, L, E)
+    for kind in ("forward", "forward_pre"):
+        seen = []
+
+        def see(module, args, out=None, seen=seen):
+            seen.append(type(module).__name__)
+
+        if everywhere:
+            hooks = [getattr(nn.modules.module, f"register_module_{kind}_hook")(see)]
+        else:
+            hooks = [getattr(m, f"register_{kind}_hook")(see) for m in layer.modules()]
+        try:
+            layer.train()(x)  # the long way, in PyTorch
+            before = seen.copy()
+            seen.clear()
+            with torch.no_grad():
+                rapt.torch.convert(layer).eval()(x)
+            assert seen == before and seen.count("Dropout") == 3
+        finally:
+            for hook in hooks:
+                hook.remove()
+            rapt.torch.unconvert(layer)
 
 
 def test_sdpa_context():

@@ -23,7 +23,7 @@ _TYPES = frozenset((Tensor, torch.nn.Parameter, FakeTensor))
 _strided = torch.strided
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
-_num_modes = torch._C._len_torch_dispatch_stack
+num_modes = torch._C._len_torch_dispatch_stack
 _level = torch._C._functorch.maybe_current_level
 _tracing = torch._C._get_tracing_state
 _is_autocast = torch.is_autocast_enabled
@@ -39,7 +39,7 @@ def takes(tensor: Any) -> bool:
     """Whether Rapt computes with tensors like this one: dense and floating-point, on the CPU, no subclass."""
     return (
         type(tensor) in _TYPES
-        and (type(tensor) is not FakeTensor or _num_modes() > 0)  # else calls would end in the kernels
+        and (type(tensor) is not FakeTensor or num_modes() > 0)  # else calls would end in the kernels
         and tensor.is_cpu
         and tensor.dtype in _DTYPES
         and tensor.layout is _strided
@@ -51,6 +51,12 @@ def takes(tensor: Any) -> bool:
 def takes_in_graph(tensor: Any) -> bool:
     """The same for a tensor of a graph that is being compiled."""
     return tensor.device.type == "cpu" and tensor.dtype in _DTYPES and tensor.layout is _strided
+
+
+def _is_hollow(tensor: Tensor) -> bool:
+    """Whether it has no heads, or heads of no dimension, for which there are no kernels."""
+    sizes = tensor.shape
+    return 0 in sizes and (0 in sizes[-1:] or 0 in sizes[-3:-2])
 
 
 def takes_mask(mask: Tensor | None, query: Tensor) -> bool:
@@ -66,7 +72,7 @@ def takes_mask(mask: Tensor | None, query: Tensor) -> bool:
 
 def in_eager_mode() -> bool:
     """Whether calls go straight to the CPU: nothing traces, transforms or watches them."""
-    return _num_modes() == 0 and _level() is None and _tracing() is None and forward_ad._current_level < 0
+    return num_modes() == 0 and _level() is None and _tracing() is None and forward_ad._current_level < 0
 
 
 def lowered(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -105,8 +111,10 @@ class _Attention(torch.autograd.Function):
         d_out = torch.zeros_like(saved[3]) if d_out is None else d_out.resolve_neg()
         d_weights = None if d_weights is None else d_weights.resolve_neg()
         wanted = ctx.needs_input_grad[:4]
-        # Somebody may ask for the second derivative, which the operator refuses; or vmap has made gradients of many.
-        if _is_grad_enabled() or not has_memory(d_out) or not (d_weights is None or has_memory(d_weights)):
+        # Somebody may ask for the second derivative, which the operator refuses, or watches; or vmap has made many.
+        memory = has_memory(d_out) and (d_weights is None or has_memory(d_weights))
+        if _is_grad_enabled() or num_modes() > 0 or not memory:
+            operators.register_flops()
             options = operators.arguments(ctx.options, d_out.shape[0], ctx.kind)
             results = operators.attention_backward(d_out, d_weights, *saved, mask, *options, wanted)
             return *(r if want else None for r, want in zip(results, wanted)), None, None
@@ -128,7 +136,10 @@ def attend(
     """
     if not eager:
         seed = draw_seed() if options.get("dropout", 0.0) > 0 else None
-        plain = _is_compiling() or (_level() is None and forward_ad._current_level < 0)
+        plain = _is_compiling()
+        if not plain:
+            operators.register_flops()
+            plain = _level() is None and forward_ad._current_level < 0
         run = operators.attention if plain else operators.Transformable.apply
         out, _, weights = run(query, key, value, mask, *operators.arguments(options, query.shape[0], kind, seed))
         return (out, weights) if kind else out
@@ -215,7 +226,13 @@ def scaled_dot_product_attention(
         taken = takes(query) and takes(key) and takes(value)
         if attn_mask is not None and attn_mask.is_neg():
             attn_mask = attn_mask.resolve_neg()
-    if not taken or (attn_mask is not None and not takes_mask(attn_mask, query)):
+    if (
+        not taken
+        or (attn_mask is not None and not takes_mask(attn_mask, query))
+        or _is_hollow(query)
+        or _is_hollow(key)
+        or _is_hollow(value)
+    ):
         _check_extras(causal_offset or None, window, key_lengths, key_start)
         return torch_sdpa(
             query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,

@@ -21,6 +21,7 @@ attend = _core.torch_attend
 _backward = _core.torch_backward
 _is_grad_enabled = torch.is_grad_enabled
 _has_memory = torch._C._has_storage
+_num_modes = torch._C._len_torch_dispatch_stack
 _STABLE = ("aoti_torch_empty_strided", "torch_tensor_to_pyobject", "aoti_torch_delete_tensor_object")
 
 
@@ -33,9 +34,10 @@ class _Recorded(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor | None) -> tuple[Any, ...]:
         if d_out is None:
             return (None,) * 4
-        if not _is_grad_enabled() and _has_memory(d_out):
+        if not _is_grad_enabled() and _has_memory(d_out) and not _num_modes():
             return _backward(ctx, d_out.resolve_neg())
-        # Somebody may ask for the second derivative, which the operator refuses; or vmap has made d_out of many.
+        # Somebody may ask for the second derivative, which the operator refuses, or watches; or vmap has made many.
+        operators.register_flops()
         record, (query, key, value, out, *masks) = ctx.record, ctx.saved_tensors
         mask = None if record.mask is None else torch.from_dlpack(record.mask)
         if masks:

@@ -6,6 +6,7 @@ PyTorch's linear and the operator, which both can be compiled.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from rapt import _core
 from rapt.torch import _kernels as kernels
+from rapt.torch import _operators as operators
 from rapt.torch._attention import (
     _is_autocast,
     _is_compiling,
@@ -22,6 +24,7 @@ from rapt.torch._attention import (
     has_memory,
     in_eager_mode,
     lowered,
+    num_modes,
     takes,
     takes_in_graph,
 )
@@ -34,9 +37,10 @@ WEIGHTS = (
     "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v",
     "out_proj_weight", "out_proj_bias",
 )  # fmt: skip
-_INPUTS = ("query", "key", "value", "attn_mask", "key_padding_mask", "static_k", "static_v")
-_OPTIONAL_INPUTS = _INPUTS[3:]
-_UNUSED = ("key", "value", "k_proj_weight", "v_proj_weight")  # with static_k and static_v
+INPUTS = ("query", "key", "value", "attn_mask", "key_padding_mask", "static_k", "static_v")
+_OPTIONAL_INPUTS = INPUTS[3:]
+_SHARED = (1, 2)  # among those: key and value
+_UNUSED = (1, 2, 9, 10)  # key, value, k_proj_weight and v_proj_weight, with static_k and static_v
 
 
 def _weights_shape(query: Tensor, settings: dict[str, Any], keys: int, kind: int) -> tuple[int, ...]:
@@ -56,7 +60,7 @@ def run(
     keys: int,
     state: _core.State | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """One forward of the library. tensors: as _INPUTS and then WEIGHTS say; keys: S'."""
+    """One forward of the library. tensors: as INPUTS and then WEIGHTS say; keys: S'."""
     query, key, value, *more = tensors
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     shown = query.new_empty(_weights_shape(query, settings, keys, kind)) if kind else None
@@ -69,41 +73,84 @@ def run(
     return out, shown
 
 
+def _differentiate(ctx: Any, d_out: Tensor | None, d_weights: Tensor | None) -> list[Tensor | None]:
+    """One backward of the library: gradients of INPUTS and WEIGHTS, None where nobody wants them."""
+    tensors = ctx.saved_tensors
+    d_out = tensors[0].new_zeros(ctx.shape) if d_out is None else d_out.resolve_neg()
+    d_weights = None if d_weights is None else d_weights.resolve_neg()
+    results = [torch.empty_like(t) if want else None for t, want in zip(tensors, ctx.wanted)]
+    into = dict(zip(INPUTS + WEIGHTS, results))
+    if ctx.shared:
+        into["key"] = into["value"] = into["query"]  # the library adds them up
+    weights = dict(ctx.settings, **dict(zip(WEIGHTS, tensors[len(INPUTS) :])))
+    _core.functional_backward(weights, ctx.state, d_out, d_weights, into)
+    return results
+
+
+# vmap, which makes gradients of many, takes them apart for operators alone, and operators are what counters see. What
+# this one differentiates is no tensor: it has a number while the operator runs.
+_library = torch.library.Library("rapt", "FRAGMENT")
+_library.define(f"layer_backward(Tensor? d_out, Tensor? d_weights, int layer) -> ({', '.join(['Tensor'] * 16)})")
+_layer_backward = torch.ops.rapt.layer_backward.default
+running: dict[int, Any] = {}
+_numbers = itertools.count()
+
+
+def _differentiate_one(d_out: Tensor | None, d_weights: Tensor | None, layer: int) -> tuple[Tensor, ...]:
+    ctx = running[layer]
+    nothing = ctx.saved_tensors[0].new_empty((0,))
+    return tuple(nothing.clone() if g is None else g for g in _differentiate(ctx, d_out, d_weights))
+
+
+def _differentiate_each(info: Any, dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+    rows = [
+        _layer_backward(*(a if d is None else a.select(d, i) for a, d in zip(args, dims)))
+        for i in range(info.batch_size)
+    ]
+    return tuple(torch.stack(column) for column in zip(*rows)), (0,) * 16
+
+
+_library.impl("layer_backward", _differentiate_one, "CPU")
+torch.library.register_vmap("rapt::layer_backward", _differentiate_each, lib=_library)
+
+
+def _differentiate_watched(ctx: Any, d_out: Tensor | None, d_weights: Tensor | None) -> list[Tensor | None]:
+    operators.register_flops()
+    number = next(_numbers)
+    running[number] = ctx
+    try:
+        results = _layer_backward(d_out, d_weights, number)
+    finally:
+        del running[number]
+    return [r if want else None for r, want in zip(results, ctx.wanted)]
+
+
 class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, settings: Any, options: Any, kind: int, keys: int, *tensors: Tensor | None):
         state = _core.State()
         out, shown = run(settings, options, tensors, kind, keys, state)
         ctx.save_for_backward(*tensors)
-        ctx.settings, ctx.state = settings, state
+        ctx.settings, ctx.state, ctx.kind = settings, state, kind
         ctx.set_materialize_grads(False)
-        ctx.shared = tensors[0] is tensors[1] and tensors[1] is tensors[2]
         ctx.shape = out.shape
+        # One tensor for all three has one gradient; beside static_k and static_v some have none.
+        given = tensors[INPUTS.index("static_k")] is not None
+        ctx.shared = not given and tensors[0] is tensors[1] and tensors[1] is tensors[2]
+        ctx.unused = _UNUSED if given else _SHARED if ctx.shared else ()
         return (out, shown) if kind else out
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_weights: Tensor | None = None):
         if d_out is None and d_weights is None:
-            return (None,) * (4 + len(_INPUTS) + len(WEIGHTS))
+            return (None,) * (4 + len(INPUTS) + len(WEIGHTS))
         if torch.is_grad_enabled():
             raise RuntimeError("rapt: attention has no second derivative, so that create_graph=True is not possible")
-        if not all(d is None or has_memory(d) for d in (d_out, d_weights)):
-            raise NotImplementedError("rapt: the layer's gradients are computed one by one, and not under vmap")
-        tensors = ctx.saved_tensors
-        d_out = tensors[0].new_zeros(ctx.shape) if d_out is None else d_out.resolve_neg()
-        d_weights = None if d_weights is None else d_weights.resolve_neg()
-        names = _INPUTS + WEIGHTS
-        given = tensors[_INPUTS.index("static_k")] is not None
-        results: list[Tensor | None] = [None] * len(names)
-        for i, (name, need) in enumerate(zip(names, ctx.needs_input_grad[4:])):
-            if need and not (given and name in _UNUSED):
-                results[i] = torch.empty_like(tensors[i])
-        if ctx.shared and not given and results[0] is not None:
-            results[1] = results[2] = results[0]  # the library adds them up
-        weights = dict(ctx.settings, **dict(zip(WEIGHTS, tensors[len(_INPUTS) :])))
-        _core.functional_backward(weights, ctx.state, d_out, d_weights, dict(zip(names, results)))
-        if ctx.shared:
-            results[1] = results[2] = None
+        ctx.wanted = [n and i not in ctx.unused for i, n in enumerate(ctx.needs_input_grad[4:])]
+        if num_modes() == 0 and (d_out is None or has_memory(d_out)) and (d_weights is None or has_memory(d_weights)):
+            results = _differentiate(ctx, d_out, d_weights)
+        else:
+            results = _differentiate_watched(ctx, d_out, d_weights)
         if not _keeps_graph():  # as PyTorch frees saved tensors: the graph itself may live as long as a loss
             ctx.state = None
         return None, None, None, None, *results
@@ -217,13 +264,15 @@ def forward(
     num_kv_heads: int | None = None,
     rotary: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor | None] | None:
-    """The layer on the tensors that _INPUTS and WEIGHTS name; None: they are not for Rapt."""
+    """The layer on the tensors that INPUTS and WEIGHTS name; None: they are not for Rapt."""
     query, key, value, attn_mask, padding, static_k, static_v, *weights = tensors
     compiling = _is_compiling()
     test = takes_in_graph if compiling else takes
     for t in (query, key, value, static_k, static_v, *weights):
         if t is not None and not test(t):
             return None
+    if 0 in (query.shape[-1], key.shape[-1], value.shape[-1]):  # nothing to project
+        return None
     masks_fit = True
     for m in (attn_mask, padding):
         if m is not None and m.dtype is not torch.bool and not test(m):

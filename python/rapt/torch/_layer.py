@@ -215,7 +215,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _takes_packed(self, inputs: tuple[Tensor, ...], parameters: tuple[Tensor | None, ...]) -> bool:
         query = inputs[0]
-        if self.training or _is_autocast("cpu") or not in_eager_mode():
+        if self.training or _is_autocast("cpu") or not in_eager_mode() or not (self.kdim and self.vdim):
             return False
         if _wants_gradient((*inputs, *parameters)):
             return False

@@ -6,6 +6,7 @@ compute them. Eager code does without: an autograd.Function costs a quarter of a
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -120,6 +121,14 @@ attention = torch.ops.rapt.attention.default
 attention_backward = torch.ops.rapt.attention_backward.default
 
 
+def register_flops() -> None:
+    """Lets those count who count operations, if anybody does."""
+    if torch._C._len_torch_dispatch_stack() > 0 and "torch.utils.flop_counter" in sys.modules:
+        from rapt.torch import _flops as flops
+
+        flops.register()
+
+
 # ---- autograd ----
 
 
@@ -224,7 +233,8 @@ def _vmap_forward(info: Any, dims: tuple[int | None, ...], *args: Any) -> tuple[
 
 def _vmap_backward(info: Any, dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
     size, batch = info.batch_size, _rows(args[2], dims[2])
-    tensors = [_folded(t, d, size, batch) for t, d in zip(args[:8], dims)]
+    tensors: list[Any] = [_folded(t, d, size, batch) for t, d in zip(args[:8], dims)]
+    tensors[5:7] = (t.contiguous() for t in tensors[5:7])  # a result, even a former one, has memory for each element
     rows = [_folded(t, d, size, batch) for t, d in zip(args[9:12], dims[9:])]
     results = attention_backward(*tensors, _seed(args[8], dims[8], args[12]), *rows, *args[12:])
     results = [_split(r, size) for r in results]

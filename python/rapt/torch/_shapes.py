@@ -74,10 +74,10 @@ def align_mask(mask: Tensor, query: Tensor, keys: int, lead: tuple[int, ...]) ->
     """A mask that says who attends as [N, H, L, S], where true blocks."""
     if mask.dtype is torch.bool:
         mask = mask.logical_not()
-    if mask.ndim == 1:
+    while mask.ndim < 2:
         mask = mask.unsqueeze(0)
-    if mask.ndim == 0 or mask.ndim > len(lead) + 2:
-        raise RuntimeError(f"rapt: attn_mask has {mask.ndim} dimensions, expected 1 to {len(lead) + 2}")
+    if mask.ndim > len(lead) + 2:
+        raise RuntimeError(f"rapt: attn_mask has {mask.ndim} dimensions, expected at most {len(lead) + 2}")
     if len(lead) == 3:
         for _ in range(5 - mask.ndim):
             mask = mask.unsqueeze(0)
