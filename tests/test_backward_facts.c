@@ -318,19 +318,36 @@ typedef struct projection {
     rapt_tensor x, dy, dx, weight, d_weight, d_bias;
 } projection;
 
-static rapt_view view_of(const rapt_tensor *tensor) {
-    rapt_view view = {.data = tensor->data};
-    for (int32_t d = 0; d < tensor->ndim; d++) view.stride[d] = tensor->stride[d];
-    return view;
+/* [N, L, features] with any strides, or seen as [N, L, groups, 64] with group after group in memory, as heads lie. */
+static rapt_tensor make_rows(test_random *random, rapt_dtype dtype, int64_t n, int64_t l, int64_t features) {
+    if (features % 64 != 0 || random_chance(random, 0.2)) {
+        return make_strided_tensor(random, dtype, 3, (int64_t[]){n, l, features});
+    }
+    rapt_tensor groups = make_tensor(dtype, 4, (int64_t[]){features / 64, n, l, 64}), rows = groups;
+    for (int d = 0; d < 3; d++) {
+        rows.shape[d] = groups.shape[(d + 1) % 3];
+        rows.stride[d] = groups.stride[(d + 1) % 3];
+    }
+    return rows;
+}
+
+static rapt_rows rows_of(const rapt_tensor *tensor) {
+    int32_t last = tensor->ndim - 1;
+    return (rapt_rows){.data = tensor->data,
+                       .stride = {tensor->stride[0], tensor->stride[1], tensor->stride[last]},
+                       .group = tensor->shape[last],
+                       .group_stride = tensor->stride[2]};
 }
 
 static projection make_projection(uint64_t seed, rapt_dtype dtype) {
     test_random random = {seed};
     int64_t n = random_between(&random, 1, 3), l = random_between(&random, 1, 70), k = random_between(&random, 1, 90);
     int64_t o = random_between(&random, 1, 90);
-    projection p = {.x = make_strided_tensor(&random, dtype, 3, (int64_t[]){n, l, k}),
-                    .dy = make_strided_tensor(&random, dtype, 3, (int64_t[]){n, l, o}),
-                    .dx = make_strided_tensor(&random, dtype, 3, (int64_t[]){n, l, k}),
+    if (random_chance(&random, 0.4)) k = 64 * random_between(&random, 1, 3);
+    if (random_chance(&random, 0.4)) o = 64 * random_between(&random, 1, 3);
+    projection p = {.x = make_rows(&random, dtype, n, l, k),
+                    .dy = make_rows(&random, dtype, n, l, o),
+                    .dx = make_rows(&random, dtype, n, l, k),
                     .weight = make_strided_tensor(&random, dtype, 2, (int64_t[]){o, k}),
                     .d_weight = make_strided_tensor(&random, dtype, 2, (int64_t[]){o, k}),
                     .d_bias = make_tensor(dtype, 1, (int64_t[]){o})};
@@ -344,12 +361,12 @@ static projection make_projection(uint64_t seed, rapt_dtype dtype) {
                              .length = l,
                              .features_in = k,
                              .features_out = o,
-                             .x = view_of(&p.x),
-                             .dy = view_of(&p.dy),
+                             .x = rows_of(&p.x),
+                             .dy = rows_of(&p.dy),
                              .weight = p.weight,
                              .adds_dx = random_chance(&random, 0.5),
                              .adds_parameters = random_chance(&random, 0.5)};
-    if (random_chance(&random, 0.8)) p.g.dx = view_of(&p.dx);
+    if (random_chance(&random, 0.8)) p.g.dx = rows_of(&p.dx);
     if (random_chance(&random, 0.8)) p.g.d_weight = p.d_weight;
     if (random_chance(&random, 0.8)) p.g.d_bias = p.d_bias;
     return p;

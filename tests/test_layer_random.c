@@ -19,6 +19,7 @@ static rapt_mha_config random_config(test_random *random, rapt_dtype dtype) {
     rapt_mha_config config = rapt_mha_config_default(heads * random_between(random, 1, 24), heads);
     config.num_kv_heads = kv_heads;
     if (random_chance(random, 0.3)) config.head_dim = random_between(random, 1, 70);
+    if (random_chance(random, 0.1)) config.head_dim = 64 * random_between(random, 1, 2); /* heads one after another */
     if (random_chance(random, 0.3)) config.kdim = random_between(random, 1, 90);
     if (random_chance(random, 0.3)) config.vdim = random_between(random, 1, 90);
     config.bias = random_chance(random, 0.7);

@@ -15,6 +15,7 @@ static rapt_mha_config random_config(test_random *random, rapt_dtype dtype, case
     rapt_mha_config config = rapt_mha_config_default(heads * random_between(random, 1, most.head_dim), heads);
     config.num_kv_heads = kv_heads;
     if (random_chance(random, 0.3)) config.head_dim = random_between(random, 1, most.head_dim);
+    if (random_chance(random, most.whole_panels)) config.head_dim = 64 * random_between(random, 1, 2);
     if (random_chance(random, 0.3)) config.kdim = random_between(random, 1, 2 * most.head_dim);
     if (random_chance(random, 0.3)) config.vdim = random_between(random, 1, 2 * most.head_dim);
     config.bias = random_chance(random, 0.7);

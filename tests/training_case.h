@@ -42,6 +42,7 @@ typedef struct training_case {
 
 typedef struct case_sizes {
     int64_t kv_heads, group, head_dim, length; /* the most of each */
+    double whole_panels; /* the chance of heads of 64 or 128 instead, which lie one after another */
 } case_sizes;
 
 void make_training_case(rapt_context *context, test_random *random, rapt_dtype dtype, case_sizes most,
