@@ -10,7 +10,7 @@
 static void linear_panel(const void *x, int64_t stride, int64_t count, int64_t features, const void *panel,
                          int64_t width, void *partial, void *y, int64_t y_stride) {
     sums_to to = {.bias = (const real *)panel + features * width, .c = y, .ldc = y_stride};
-    product_to(count, features, x, stride, panel, width, width, partial, width, to);
+    product_to(1, count, features, x, stride, panel, width, width, partial, width, to);
 }
 
 static void weight_panel(int64_t rows, const void *dy, int64_t dy_width, int64_t outputs, const void *x, int64_t width,

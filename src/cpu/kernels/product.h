@@ -7,12 +7,17 @@
  * Columns are a multiple of COLUMNS. Each element of C is summed over the inner dimension in ascending order: chains of
  * CHAIN fused multiply-adds, each begun at zero, are added up in order. Neither the number of rows nor the width of a
  * vector enters, so one row or a thousand, on any ISA, get the same bits.
+ *
+ * A chain of a score is made of two strands, its first half (the longer one of an odd number) and its second, each begun at
+ * zero, then added. They run side by side, so a register tile has half as many rows.
  */
 #ifndef RAPT_CPU_KERNELS_PRODUCT_H
 #define RAPT_CPU_KERNELS_PRODUCT_H
 
 #include "kernels.h"
 #include "vec.h"
+
+_Static_assert(STRANDS == 2, "halves of a chain");
 
 enum { LINE = 64 / sizeof(real) }; /* reals of a line of the cache */
 
@@ -65,22 +70,40 @@ INLINE left_matrix from_row(left_matrix a, int64_t row) {
     return a;
 }
 
-/* One register tile over one chain. R and V are constants at every call, so the loops over them unroll and `sum` lives in
- * registers. Meanwhile rows of B that the next chain will need come nearer, a line of each: `ahead` is in the first. */
-INLINE void micro_tile(const number_kind kind, const int R, const int V, int64_t inner, left_matrix a, matrix b,
-                       int64_t column, int64_t ahead, sums_to to) {
-    vec sum[MICRO_ROWS][MICRO_VECTORS];
-    UNROLL for (int r = 0; r < R; r++) { UNROLL for (int v = 0; v < V; v++) sum[r][v] = v_zero(); }
-    for (int64_t k = 0; k < inner; k++) {
-        vec numbers[MICRO_VECTORS];
-        fetch_ahead(kind, b, ahead + k * b.ld);
-        if (kind != REALS) fetch_ahead(kind, b, ahead + k * b.ld + PANEL / 2); /* few rows must fetch all lines */
-        UNROLL for (int v = 0; v < V; v++) numbers[v] = load_numbers(kind, b, k * b.ld + column + v * LANES);
-        UNROLL for (int r = 0; r < R; r++) {
-            vec x = v_all(a.data[r * a.row_stride + k * a.inner_stride]);
-            UNROLL for (int v = 0; v < V; v++) sum[r][v] = v_fma(x, numbers[v], sum[r][v]);
+typedef vec micro_sums[MICRO_ROWS][MICRO_VECTORS];
+
+/* sum[r] += A[r][k] * B[k]. A row of B that the next chain will need comes nearer meanwhile, a line of it. */
+INLINE void micro_term(const number_kind kind, const int R, const int V, const bool fetches, int64_t k, left_matrix a,
+                       matrix b, int64_t column, int64_t ahead, micro_sums sum) {
+    vec numbers[MICRO_VECTORS];
+    if (fetches || kind != REALS) fetch_ahead(kind, b, ahead + k * b.ld);
+    if (kind != REALS) fetch_ahead(kind, b, ahead + k * b.ld + PANEL / 2); /* few rows must fetch all lines */
+    UNROLL for (int v = 0; v < V; v++) numbers[v] = v_kept(load_numbers(kind, b, k * b.ld + column + v * LANES));
+    UNROLL for (int r = 0; r < R; r++) {
+        vec x = v_all(a.data[r * a.row_stride + k * a.inner_stride]);
+        UNROLL for (int v = 0; v < V; v++) sum[r][v] = v_fma(x, numbers[v], sum[r][v]);
+    }
+}
+
+/* One register tile over one chain of S strands. S, R and V are constants at every call, so the loops over them unroll and
+ * `sums` lives in registers. What is fetched for the first row of B lies at `ahead`. */
+INLINE void micro_tile(const number_kind kind, const int S, const int R, const int V, int64_t inner, left_matrix a,
+                       matrix b, int64_t column, int64_t ahead, sums_to to) {
+    micro_sums sums[STRANDS];
+    UNROLL for (int s = 0; s < S; s++) {
+        UNROLL for (int r = 0; r < R; r++) { UNROLL for (int v = 0; v < V; v++) sums[s][r][v] = v_zero(); }
+    }
+    const int64_t strand = (inner + S - 1) / S, steps = inner / S;
+    for (int64_t k = 0; k < steps; k++) {
+        UNROLL for (int s = 0; s < S; s++) {
+            micro_term(kind, R, V, s == 0, k + s * strand, a, b, column, ahead, sums[s]);
         }
     }
+    if (steps < strand) micro_term(kind, R, V, true, steps, a, b, column, ahead, sums[0]);
+    UNROLL for (int r = 0; r < R && S > 1; r++) {
+        UNROLL for (int v = 0; v < V; v++) sums[0][r][v] = v_add(sums[0][r][v], sums[1][r][v]);
+    }
+    vec(*sum)[MICRO_VECTORS] = sums[0];
     if (to.before != NULL) {
         UNROLL for (int r = 0; r < R; r++) {
             UNROLL for (int v = 0; v < V; v++) {
@@ -99,69 +122,95 @@ INLINE void micro_tile(const number_kind kind, const int R, const int V, int64_t
 }
 
 /* All row counts for a constant number of vectors, from a column of B on. */
-INLINE void micro_rows(const number_kind kind, const int V, int64_t rows, int64_t inner, left_matrix a, matrix b,
-                       int64_t column, sums_to to) {
-    int64_t r = 0, ahead = CHAIN * b.ld + column;
+INLINE void micro_rows(const number_kind kind, const int S, const int V, int64_t rows, int64_t inner, left_matrix a,
+                       matrix b, int64_t column, sums_to to) {
+    const int ROWS = MICRO_ROWS / S;
+    int64_t r = 0, tile = 0;
     to = sums_to_tile(to, 0, column);
-    for (; r + MICRO_ROWS <= rows; r += MICRO_ROWS) {
-        int64_t line = ahead + r / MICRO_ROWS * LINE % PANEL;
-        micro_tile(kind, MICRO_ROWS, V, inner, from_row(a, r), b, column, line, sums_to_tile(to, r, 0));
+    for (; r + ROWS <= rows; r += ROWS) {
+        int64_t ahead = (CHAIN + tile % S * (inner / S)) * b.ld + column + tile / S * LINE % PANEL;
+        micro_tile(kind, S, ROWS, V, inner, from_row(a, r), b, column, ahead, sums_to_tile(to, r, 0));
+        tile++;
     }
+    int64_t ahead = (CHAIN + tile % S * (inner / S)) * b.ld + column + tile / S * LINE % PANEL;
     a = from_row(a, r);
-    ahead += r / MICRO_ROWS * LINE % PANEL;
     to = sums_to_tile(to, r, 0);
     switch (rows - r) {
 #if MICRO_ROWS > 4
-    case 5: micro_tile(kind, 5, V, inner, a, b, column, ahead, to); break;
-    case 4: micro_tile(kind, 4, V, inner, a, b, column, ahead, to); break;
+    case 5:
+        if (ROWS > 5) micro_tile(kind, S, 5, V, inner, a, b, column, ahead, to);
+        break;
+    case 4:
+        if (ROWS > 4) micro_tile(kind, S, 4, V, inner, a, b, column, ahead, to);
+        break;
 #endif
-    case 3: micro_tile(kind, 3, V, inner, a, b, column, ahead, to); break;
-    case 2: micro_tile(kind, 2, V, inner, a, b, column, ahead, to); break;
-    case 1: micro_tile(kind, 1, V, inner, a, b, column, ahead, to); break;
+    case 3:
+        if (ROWS > 3) micro_tile(kind, S, 3, V, inner, a, b, column, ahead, to);
+        break;
+    case 2:
+        if (ROWS > 2) micro_tile(kind, S, 2, V, inner, a, b, column, ahead, to);
+        break;
+    case 1: micro_tile(kind, S, 1, V, inner, a, b, column, ahead, to); break;
     default: break;
     }
 }
 
-INLINE void chain_of_kind(const number_kind kind, int64_t rows, int64_t inner, left_matrix a, matrix b, int64_t columns,
-                          sums_to to) {
+INLINE void chain_of_kind(const number_kind kind, const int S, int64_t rows, int64_t inner, left_matrix a, matrix b,
+                          int64_t columns, sums_to to) {
     int64_t j = 0;
     for (; j + MICRO_VECTORS * LANES <= columns; j += MICRO_VECTORS * LANES) {
-        micro_rows(kind, MICRO_VECTORS, rows, inner, a, b, j, to);
+        micro_rows(kind, S, MICRO_VECTORS, rows, inner, a, b, j, to);
     }
     /* What is left is a multiple of COLUMNS, so only wide vectors get here. */
 #if LANES == 16
-    if (columns - j == 3 * LANES) micro_rows(kind, 3, rows, inner, a, b, j, to);
-    if (columns - j == 1 * LANES) micro_rows(kind, 1, rows, inner, a, b, j, to);
+    if (columns - j == 3 * LANES) micro_rows(kind, S, 3, rows, inner, a, b, j, to);
+    if (columns - j == 1 * LANES) micro_rows(kind, S, 1, rows, inner, a, b, j, to);
 #endif
 #if LANES >= 8
-    if (columns - j == 2 * LANES) micro_rows(kind, 2, rows, inner, a, b, j, to);
+    if (columns - j == 2 * LANES) micro_rows(kind, S, 2, rows, inner, a, b, j, to);
 #endif
 }
 
 static void product_chain(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
                           int64_t columns, sums_to to) {
-    chain_of_kind(REALS, rows, inner, (left_matrix){a, lda, 1}, (matrix){b, ldb}, columns, to);
+    chain_of_kind(REALS, 1, rows, inner, (left_matrix){a, lda, 1}, (matrix){b, ldb}, columns, to);
+}
+
+/* The same in two strands. */
+static void score_chain(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
+                        int64_t columns, sums_to to) {
+    chain_of_kind(REALS, STRANDS, rows, inner, (left_matrix){a, lda, 1}, (matrix){b, ldb}, columns, to);
 }
 
 /* A [inner, rows], inner apart by lda. */
 static void product_chain_transposed(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b,
                                      int64_t ldb, int64_t columns, sums_to to) {
-    chain_of_kind(REALS, rows, inner, (left_matrix){a, 1, lda}, (matrix){b, ldb}, columns, to);
+    chain_of_kind(REALS, 1, rows, inner, (left_matrix){a, 1, lda}, (matrix){b, ldb}, columns, to);
 }
 
 /* The same with B of 16-bit numbers, for up to MICRO_ROWS rows. */
+INLINE void narrow_chain_of(const int S, rapt_dtype dtype, int64_t rows, int64_t inner, const real *a, int64_t lda,
+                            const uint16_t *b, int64_t ldb, int64_t columns, sums_to to) {
+    if (dtype == RAPT_F16) {
+        chain_of_kind(HALVES, S, rows, inner, (left_matrix){a, lda, 1}, (matrix){b, ldb}, columns, to);
+    } else {
+        chain_of_kind(BRAIN_HALVES, S, rows, inner, (left_matrix){a, lda, 1}, (matrix){b, ldb}, columns, to);
+    }
+}
+
 static void narrow_chain(rapt_dtype dtype, int64_t rows, int64_t inner, const real *a, int64_t lda, const uint16_t *b,
                          int64_t ldb, int64_t columns, sums_to to) {
-    if (dtype == RAPT_F16) {
-        chain_of_kind(HALVES, rows, inner, (left_matrix){a, lda, 1}, (matrix){b, ldb}, columns, to);
-    } else {
-        chain_of_kind(BRAIN_HALVES, rows, inner, (left_matrix){a, lda, 1}, (matrix){b, ldb}, columns, to);
-    }
+    narrow_chain_of(1, dtype, rows, inner, a, lda, b, ldb, columns, to);
+}
+
+static void narrow_score_chain(rapt_dtype dtype, int64_t rows, int64_t inner, const real *a, int64_t lda,
+                               const uint16_t *b, int64_t ldb, int64_t columns, sums_to to) {
+    narrow_chain_of(STRANDS, dtype, rows, inner, a, lda, b, ldb, columns, to);
 }
 
 /* Chains outside, rows inside: the rows of B of one chain stay in the nearest cache for all rows of A. Sums of a product
  * that takes several chains wait in `partial`, rows apart by ld_partial, which may be where `to` wants them. */
-INLINE void product_to(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
+INLINE void product_to(const int S, int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
                        int64_t columns, real *partial, int64_t ld_partial, sums_to to) {
     int64_t k = 0;
     do { /* at least once: an empty inner dimension gives zeros */
@@ -171,14 +220,15 @@ INLINE void product_to(int64_t rows, int64_t inner, const real *a, int64_t lda, 
                        .bias = is_last ? to.bias : NULL,
                        .c = is_last ? to.c : partial,
                        .ldc = is_last ? to.ldc : ld_partial};
-        product_chain(rows, is_last ? inner - k : CHAIN, a + k, lda, b + k * ldb, ldb, columns, now);
+        (S == 1 ? product_chain : score_chain)(rows, is_last ? inner - k : CHAIN, a + k, lda, b + k * ldb, ldb, columns,
+                                               now);
         k += CHAIN;
     } while (k < inner);
 }
 
-INLINE void product(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
+INLINE void product(const int S, int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
                     int64_t columns, real *c, int64_t ldc) {
-    product_to(rows, inner, a, lda, b, ldb, columns, c, ldc, (sums_to){.c = c, .ldc = ldc});
+    product_to(S, rows, inner, a, lda, b, ldb, columns, c, ldc, (sums_to){.c = c, .ldc = ldc});
 }
 
 #endif
