@@ -30,13 +30,11 @@ parts of PyTorch's error. Rapt's errors are to be no larger than PyTorch's; by l
 {percentile} times PyTorch's and the maximum {maximum} times. PyTorch's were up to 1.12 and 1.29 times apart from
 its own.
 
-Rapt is further off than PyTorch, and not by luck, with up to 3 queries and head dimensions of 16 and more: for so few
-rows PyTorch's scores are as exact as those of several short chains. From 4 queries on they are those of one and level
-with Rapt, whose chains are of 64 terms for any number of queries: the bits of a row must not depend on the rows around
-it. Where scores are large, outputs with 2 or 3 queries are off by 1.3 (dimension 16) to 1.8 times (64) as much as
-PyTorch's, which is why outputs of `scaled_dot_product_attention` are slightly above 1 in the percentile (1.04 in f32
-and 1.06 in f64 in 6,000 other configurations of each). By emulation, chains of 16 terms would be level there and
-better elsewhere, but even 32 cost about 2 % of the time of attention.
+With up to 3 queries PyTorch's scores are as exact as those of several short chains; from 4 on they are those of one. Rapt
+sums the halves of 64 terms apart for any number of queries (`docs/NUMERICS.md`): the bits of a row must not depend on
+the rows around it. With one chain of 64 terms outputs of `scaled_dot_product_attention` were further off than
+PyTorch's, and not by luck: 1.10 times in the percentile in f32, 1.08 in f64. The maximum of theirs in f64 is luck: in
+1,500 other draws of its configuration, of which a table has 8, Rapt is off by 0.83 times as much as PyTorch.
 
 PyTorch {torch}, {count} configurations, {machine}.
 

@@ -58,7 +58,46 @@ INLINE void load_key_block(const attn_keys *keys, int64_t c, int64_t d, const bo
     }
 }
 
-/* Scores of R rows with keys [c, c + LANES) that are not packed, each the same sum as product()'s. */
+/* sum[r] += the products of dimensions [d + begin, d + end), of a block from d on. */
+INLINE void in_place_terms(const int R, const int begin, const int end, int64_t dim, const real *q, int64_t d,
+                           const vec block[LANES], vec sum[]) {
+    UNROLL for (int i = begin; i < end; i++) {
+        UNROLL for (int r = 0; r < R; r++) sum[r] = v_fma(v_all(q[r * dim + d + i]), block[i], sum[r]);
+    }
+}
+
+/* Both halves of a chain over dimensions [d, end), which are a multiple of COLUMNS. */
+INLINE void in_place_chain(const int R, int64_t dim, const attn_keys *keys, const real *q, int64_t c, int64_t d,
+                           int64_t end, const bool all_there, vec first[], vec second[]) {
+    vec block[LANES];
+    /* Whole chains are unrolled, with one set of addresses; with narrow vectors in turn, so that neither half waits for
+     * its last product. */
+    if (end - d == CHAIN && LANES < COLUMNS) {
+        UNROLL for (int i = 0; i < CHAIN / 2; i += LANES) {
+            load_key_block(keys, c, d + i, all_there, block);
+            in_place_terms(R, 0, LANES, dim, q, d + i, block, first);
+            load_key_block(keys, c, d + CHAIN / 2 + i, all_there, block);
+            in_place_terms(R, 0, LANES, dim, q, d + CHAIN / 2 + i, block, second);
+        }
+        return;
+    }
+    if (end - d == CHAIN) {
+        UNROLL for (int i = 0; i < CHAIN; i += LANES) {
+            load_key_block(keys, c, d + i, all_there, block);
+            in_place_terms(R, 0, LANES, dim, q, d + i, block, i < CHAIN / 2 ? first : second);
+        }
+        return;
+    }
+    const int part = LANES < COLUMNS ? LANES : COLUMNS / 2; /* of a block, all of it in one half of the chain */
+    for (int64_t middle = (d + end) / 2; d < end; d += LANES) {
+        load_key_block(keys, c, d, all_there, block);
+        UNROLL for (int i = 0; i < LANES; i += part) {
+            in_place_terms(R, i, i + part, dim, q, d, block, d + i < middle ? first : second);
+        }
+    }
+}
+
+/* Scores of R rows with keys [c, c + LANES) that are not packed, each the same sum as score_product()'s. */
 INLINE void in_place_columns(const int R, int64_t dim, const attn_keys *keys, const real *q, int64_t c,
                              const bool all_there, real *scores) {
     for (int i = 0; i < LANES && keys->is_far; i++) {
@@ -67,19 +106,14 @@ INLINE void in_place_columns(const int R, int64_t dim, const attn_keys *keys, co
     }
     vec total[IN_PLACE_ROWS];
     UNROLL for (int r = 0; r < R; r++) total[r] = v_zero();
-    for (int64_t d = 0; d < dim;) {
-        vec sum[IN_PLACE_ROWS];
-        UNROLL for (int r = 0; r < R; r++) sum[r] = v_zero();
-        bool is_first = d == 0;
-        int64_t chain_end = dim - d < CHAIN ? dim : d + CHAIN;
-        for (; d < chain_end; d += LANES) {
-            vec block[LANES];
-            load_key_block(keys, c, d, all_there, block);
-            UNROLL for (int i = 0; i < LANES; i++) {
-                UNROLL for (int r = 0; r < R; r++) sum[r] = v_fma(v_all(q[r * dim + d + i]), block[i], sum[r]);
-            }
+    for (int64_t d = 0; d < dim; d += CHAIN) {
+        vec first[IN_PLACE_ROWS], second[IN_PLACE_ROWS]; /* the halves of a chain */
+        UNROLL for (int r = 0; r < R; r++) first[r] = second[r] = v_zero();
+        in_place_chain(R, dim, keys, q, c, d, dim - d < CHAIN ? dim : d + CHAIN, all_there, first, second);
+        UNROLL for (int r = 0; r < R; r++) {
+            vec chain = v_add(first[r], second[r]);
+            total[r] = d == 0 ? chain : v_add(total[r], chain);
         }
-        UNROLL for (int r = 0; r < R; r++) total[r] = is_first ? sum[r] : v_add(total[r], sum[r]);
     }
     UNROLL for (int r = 0; r < R; r++) v_store(scores + r * CUT + c, total[r]);
 }
@@ -124,12 +158,12 @@ static void tile_scores(const attn_rows *rows, const attn_keys *keys, const real
                 sums_to to = {
                     .before = d > 0 ? scores + first : NULL, .ld_before = CUT, .c = scores + first, .ldc = CUT};
                 int64_t count = dim - d < CHAIN ? dim - d : CHAIN;
-                narrow_chain(keys->dtype, rows->count, count, q + d, dim, k + d * PANEL, PANEL, last - first, to);
+                narrow_score_chain(keys->dtype, rows->count, count, q + d, dim, k + d * PANEL, PANEL, last - first, to);
             }
             continue;
         }
         const real *k = as_reals(keys, keys->k, panel * PANEL * dim, PANEL * dim) + (first - panel * PANEL);
-        product(rows->count, dim, q, dim, k, PANEL, last - first, rows->soon, scores + first, CUT);
+        score_product(rows->count, dim, q, dim, k, PANEL, last - first, rows->soon, scores + first, CUT);
     }
 }
 
@@ -158,7 +192,7 @@ static void weigh_values(const attn_rows *rows, const attn_keys *keys, int64_t d
         int64_t width = ldo - d < PANEL ? ldo - d : PANEL, stride = keys->v_in_place ? keys->v_stride : width;
         int64_t panel_at = keys->v_in_place ? d : d * keys->capacity;
         real *out = (real *)partial->out + d;
-        for (int64_t k = 0; k < inner || k == 0; k += CHAIN) { /* as product() does, but a chain of values at a time */
+        for (int64_t k = 0; k < inner || k == 0; k += CHAIN) { /* at least once: no keys give zeros */
             int64_t count = inner - k < CHAIN ? inner - k : CHAIN;
             sums_to to = {.before = k > 0 ? out : NULL, .ld_before = ldo, .c = out, .ldc = ldo};
             int64_t at = panel_at + (first + k) * stride;

@@ -221,14 +221,14 @@ static void backward_keys(const attn_problem *p, int64_t n, int64_t kv_head, att
 /* ---- weights and the gradients of scores ---- */
 
 /* Rows [first, first + rows) of left [64][dim] times right [dim][64], columns [begin, end), into c [64][64]. */
-INLINE void tile_product(int64_t first, int64_t rows, int64_t dim, const real *left, const real *right, int64_t begin,
-                         int64_t end, rapt_soon *soon, real *c) {
+INLINE void tile_product(const int S, int64_t first, int64_t rows, int64_t dim, const real *left, const real *right,
+                         int64_t begin, int64_t end, rapt_soon *soon, real *c) {
     real *to = c + first * PANEL + begin;
     for (int64_t d = 0; d < dim; d += CHAIN) {
         int64_t width = width_at(dim, d), count = dim - d < CHAIN ? dim - d : CHAIN;
-        product_chain(rows, count, left + d * CHAIN + first * width, width, right + d * PANEL + begin, PANEL,
-                      end - begin, soon,
-                      (sums_to){.before = d > 0 ? to : NULL, .ld_before = PANEL, .c = to, .ldc = PANEL});
+        (S == 1 ? product_chain : score_chain)(
+            rows, count, left + d * CHAIN + first * width, width, right + d * PANEL + begin, PANEL, end - begin, soon,
+            (sums_to){.before = d > 0 ? to : NULL, .ld_before = PANEL, .c = to, .ldc = PANEL});
     }
 }
 
@@ -300,10 +300,10 @@ INLINE void gradient_rows(const attn_row_block *block, const attn_key_block *key
     const attn_keys *keys = &key_block->keys;
     const attn_problem *p = rows->problem;
     if (range.begin < range.end) {
-        tile_product(first, count, p->dim, block->q, key_block->k, range.begin, range.end, block->rows.soon,
+        tile_product(STRANDS, first, count, p->dim, block->q, key_block->k, range.begin, range.end, block->rows.soon,
                      tile.weights);
-        tile_product(first, count, p->value_dim, block->d_out, key_block->v, range.begin, range.end, block->rows.soon,
-                     tile.d_scores);
+        tile_product(1, first, count, p->value_dim, block->d_out, key_block->v, range.begin, range.end,
+                     block->rows.soon, tile.d_scores);
     }
     for (int64_t r = first; r < first + count; r++) {
         real *t = tile.weights + r * PANEL, *dw = tile.d_scores + r * PANEL;
@@ -344,8 +344,8 @@ static void backward_odd_rows(attn_row_block *block, const attn_key_block *key_b
     tile_range range = tile_columns(rows, keys);
     if (range.begin >= range.end) return;
     padding_bias padding = load_padding(rows, keys, tile.bias + CUT);
-    tile_product(0, rows->count, rows->problem->dim, block->q, key_block->k, range.begin, range.end, block->rows.soon,
-                 tile.weights);
+    tile_product(STRANDS, 0, rows->count, rows->problem->dim, block->q, key_block->k, range.begin, range.end,
+                 block->rows.soon, tile.weights);
     for (int64_t r = 0; r < rows->count; r++) {
         real *t = tile.weights + r * PANEL, *reference = (real *)block->reference + r, *sum = (real *)block->factor + r,
              added;

@@ -43,6 +43,11 @@ INLINE void stream_rows(const number_kind kind, const int R, int64_t count, cons
     }
 }
 
+INLINE void stream_add(const int R, stream_sums sum, stream_sums other) {
+    const int V = VECTORS_FOR(R);
+    UNROLL for (int r = 0; r < R; r++) { UNROLL for (int v = 0; v < V; v++) sum[r][v] = v_add(sum[r][v], other[r][v]); }
+}
+
 /* In memory a chain ahead, in a cache not at all: that is read as fast without. */
 INLINE int64_t stream_ahead(const attn_keys *keys) { return keys->is_far ? CHAIN * PANEL : 0; }
 
@@ -65,10 +70,14 @@ INLINE void stream_scores(const number_kind kind, const int R, const attn_keys *
     for (int64_t c = 0; c < keys->keys; c += PANEL) {
         for (int at = 0; at < PANEL; at += VECTORS_FOR(R) * LANES) {
             for (int64_t d = 0; d < dim; d += CHAIN) {
-                stream_sums sum;
+                int64_t count = dim - d < CHAIN ? dim - d : CHAIN, half = (count + 1) / STRANDS;
+                int64_t first = c * dim + d * PANEL + at;
+                stream_sums sum, second;
                 stream_clear(R, sum);
-                stream_rows(kind, R, dim - d < CHAIN ? dim - d : CHAIN, q + d, dim, k, c * dim + d * PANEL + at, ahead,
-                            sum);
+                stream_rows(kind, R, half, q + d, dim, k, first, ahead, sum);
+                stream_clear(R, second);
+                stream_rows(kind, R, count - half, q + d + half, dim, k, first + half * PANEL, ahead, second);
+                stream_add(R, sum, second);
                 stream_store(R, d == 0, sum, scores + c + at, CUT);
             }
         }

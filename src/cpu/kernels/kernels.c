@@ -7,7 +7,7 @@
 #include "attention.h"
 #include "backward.h"
 
-/* As product() does, with a bias. Sums of a product that takes several chains wait in `partial`. */
+/* Sums of a product that takes several chains wait in `partial`. */
 static void linear_panel(const rapt_rows *x, int64_t count, int64_t features, const void *panel, int64_t width,
                          void *partial, void *y, int64_t y_stride) {
     const real *weights = panel, *bias = weights + features * width;

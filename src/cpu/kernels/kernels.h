@@ -12,6 +12,7 @@
 enum {
     CUT = 256,    /* keys of one softmax in progress */
     CHAIN = 64,   /* terms of a product after which its sum starts anew, which keeps the error low */
+    STRANDS = 2,  /* sums that a chain of a score is made of, one of each half of its terms */
     COLUMNS = 16, /* partial sums of a row; widths are rounded up to this, too */
 };
 /* Those that only speed depends on. */

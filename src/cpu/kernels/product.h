@@ -7,12 +7,17 @@
  * Columns are a multiple of COLUMNS. Each element of C is summed over the inner dimension in ascending order: chains of
  * CHAIN fused multiply-adds, each begun at zero, are added up in order. Neither the number of rows nor the width of a
  * vector enters, so one row or a thousand, on any ISA, get the same bits.
+ *
+ * A chain of a score is made of two strands, its first half (the longer one of an odd number) and its second, each begun at
+ * zero, then added. They run side by side, so a register tile has half as many rows.
  */
 #ifndef RAPT_CPU_KERNELS_PRODUCT_H
 #define RAPT_CPU_KERNELS_PRODUCT_H
 
 #include "kernels.h"
 #include "vec.h"
+
+_Static_assert(STRANDS == 2, "halves of a chain");
 
 enum { LINE = 64 / sizeof(real) }; /* reals of a line of the cache */
 
@@ -72,12 +77,13 @@ typedef struct fetching {
 } fetching;
 
 /* What is wanted soon, if there is something; else rows that the next chain will need, a line of each in every register
- * tile: four tiles fetch those of B; if A is transposed, so that its rows are as far apart, the next four fetch those. */
-INLINE fetching fetch_for(const number_kind kind, int64_t tile, left_matrix a, matrix b, int64_t column,
-                          rapt_soon *soon) {
-    int64_t line = tile * LINE % PANEL, size = kind == REALS ? sizeof(real) : 2;
+ * tile (or, of S strands, in S tiles, since they take 1 / S of the steps): four tiles fetch those of B; if A is transposed,
+ * so that its rows are as far apart, the next four fetch those. */
+INLINE fetching fetch_for(const number_kind kind, const int S, int64_t tile, int64_t inner, left_matrix a, matrix b,
+                          int64_t column, rapt_soon *soon) {
+    int64_t line = tile / S * LINE % PANEL, size = kind == REALS ? sizeof(real) : 2;
     if (soon != NULL && soon->count > 0) {
-        int64_t line_bytes = LINE * sizeof(real), bytes = CHAIN * line_bytes;
+        int64_t line_bytes = LINE * sizeof(real), bytes = CHAIN / S * line_bytes;
         int32_t last = soon->count - 1;
         fetching ahead = {soon->range[last].data, line_bytes};
         soon->range[last].data += bytes;
@@ -89,25 +95,44 @@ INLINE fetching fetch_for(const number_kind kind, int64_t tile, left_matrix a, m
         const real *next = a.data + CHAIN * a.inner_stride + line;
         return (fetching){(const char *)next, a.inner_stride * (int64_t)sizeof(real)};
     }
-    return (fetching){(const char *)b.data + (CHAIN * b.ld + column + line) * size, b.ld * size};
+    int64_t row = CHAIN + tile % S * (inner / S);
+    return (fetching){(const char *)b.data + (row * b.ld + column + line) * size, b.ld * size};
 }
 
-/* One register tile over one chain. R and V are constants at every call, so the loops over them unroll and `sum` lives in
- * registers. */
-INLINE void micro_tile(const number_kind kind, const int R, const int V, int64_t inner, left_matrix a, matrix b,
-                       int64_t column, fetching ahead, sums_to to) {
-    vec sum[MICRO_ROWS][MICRO_VECTORS];
-    UNROLL for (int r = 0; r < R; r++) { UNROLL for (int v = 0; v < V; v++) sum[r][v] = v_zero(); }
-    for (int64_t k = 0; k < inner; k++) {
-        vec numbers[MICRO_VECTORS];
-        __builtin_prefetch(ahead.data + k * ahead.step, 0, 2);
-        if (kind != REALS) __builtin_prefetch(ahead.data + k * ahead.step + PANEL, 0, 2); /* few rows fetch all lines */
-        UNROLL for (int v = 0; v < V; v++) numbers[v] = load_numbers(kind, b, k * b.ld + column + v * LANES);
-        UNROLL for (int r = 0; r < R; r++) {
-            vec x = v_all(a.data[r * a.row_stride + k * a.inner_stride]);
-            UNROLL for (int v = 0; v < V; v++) sum[r][v] = v_fma(x, numbers[v], sum[r][v]);
+typedef vec micro_sums[MICRO_ROWS][MICRO_VECTORS];
+
+/* sum[r] += A[r][k] * B[k]. */
+INLINE void micro_term(const number_kind kind, const int R, const int V, const bool fetches, int64_t k, left_matrix a,
+                       matrix b, int64_t column, fetching ahead, micro_sums sum) {
+    vec numbers[MICRO_VECTORS];
+    if (fetches || kind != REALS) __builtin_prefetch(ahead.data + k * ahead.step, 0, 2);
+    if (kind != REALS) __builtin_prefetch(ahead.data + k * ahead.step + PANEL, 0, 2); /* few rows fetch all lines */
+    UNROLL for (int v = 0; v < V; v++) numbers[v] = v_kept(load_numbers(kind, b, k * b.ld + column + v * LANES));
+    UNROLL for (int r = 0; r < R; r++) {
+        vec x = v_all(a.data[r * a.row_stride + k * a.inner_stride]);
+        UNROLL for (int v = 0; v < V; v++) sum[r][v] = v_fma(x, numbers[v], sum[r][v]);
+    }
+}
+
+/* One register tile over one chain of S strands. S, R and V are constants at every call, so the loops over them unroll and
+ * `sums` lives in registers. */
+INLINE void micro_tile(const number_kind kind, const int S, const int R, const int V, int64_t inner, left_matrix a,
+                       matrix b, int64_t column, fetching ahead, sums_to to) {
+    micro_sums sums[STRANDS];
+    UNROLL for (int s = 0; s < S; s++) {
+        UNROLL for (int r = 0; r < R; r++) { UNROLL for (int v = 0; v < V; v++) sums[s][r][v] = v_zero(); }
+    }
+    const int64_t strand = (inner + S - 1) / S, steps = inner / S;
+    for (int64_t k = 0; k < steps; k++) {
+        UNROLL for (int s = 0; s < S; s++) {
+            micro_term(kind, R, V, s == 0, k + s * strand, a, b, column, ahead, sums[s]);
         }
     }
+    if (steps < strand) micro_term(kind, R, V, true, steps, a, b, column, ahead, sums[0]);
+    UNROLL for (int r = 0; r < R && S > 1; r++) {
+        UNROLL for (int v = 0; v < V; v++) sums[0][r][v] = v_add(sums[0][r][v], sums[1][r][v]);
+    }
+    vec(*sum)[MICRO_VECTORS] = sums[0];
     if (to.before != NULL) {
         UNROLL for (int r = 0; r < R; r++) {
             UNROLL for (int v = 0; v < V; v++) {
@@ -126,75 +151,99 @@ INLINE void micro_tile(const number_kind kind, const int R, const int V, int64_t
 }
 
 /* All row counts for a constant number of vectors, from a column of B on. */
-INLINE void micro_rows(const number_kind kind, const int V, int64_t rows, int64_t inner, left_matrix a, matrix b,
-                       int64_t column, rapt_soon *soon, sums_to to) {
-    int64_t r = 0;
+INLINE void micro_rows(const number_kind kind, const int S, const int V, int64_t rows, int64_t inner, left_matrix a,
+                       matrix b, int64_t column, rapt_soon *soon, sums_to to) {
+    const int ROWS = MICRO_ROWS / S;
+    int64_t r = 0, tile = 0;
     to = sums_to_tile(to, 0, column);
-    for (; r + MICRO_ROWS <= rows; r += MICRO_ROWS) {
-        fetching ahead = fetch_for(kind, r / MICRO_ROWS, a, b, column, soon);
-        micro_tile(kind, MICRO_ROWS, V, inner, from_row(a, r), b, column, ahead, sums_to_tile(to, r, 0));
+    for (; r + ROWS <= rows; r += ROWS) {
+        fetching ahead = fetch_for(kind, S, tile++, inner, a, b, column, soon);
+        micro_tile(kind, S, ROWS, V, inner, from_row(a, r), b, column, ahead, sums_to_tile(to, r, 0));
     }
-    fetching ahead = fetch_for(kind, r / MICRO_ROWS, a, b, column, NULL);
+    fetching ahead = fetch_for(kind, S, tile, inner, a, b, column, NULL);
     a = from_row(a, r);
     to = sums_to_tile(to, r, 0);
     switch (rows - r) {
 #if MICRO_ROWS > 4
-    case 5: micro_tile(kind, 5, V, inner, a, b, column, ahead, to); break;
-    case 4: micro_tile(kind, 4, V, inner, a, b, column, ahead, to); break;
+    case 5:
+        if (ROWS > 5) micro_tile(kind, S, 5, V, inner, a, b, column, ahead, to);
+        break;
+    case 4:
+        if (ROWS > 4) micro_tile(kind, S, 4, V, inner, a, b, column, ahead, to);
+        break;
 #endif
-    case 3: micro_tile(kind, 3, V, inner, a, b, column, ahead, to); break;
-    case 2: micro_tile(kind, 2, V, inner, a, b, column, ahead, to); break;
-    case 1: micro_tile(kind, 1, V, inner, a, b, column, ahead, to); break;
+    case 3:
+        if (ROWS > 3) micro_tile(kind, S, 3, V, inner, a, b, column, ahead, to);
+        break;
+    case 2:
+        if (ROWS > 2) micro_tile(kind, S, 2, V, inner, a, b, column, ahead, to);
+        break;
+    case 1: micro_tile(kind, S, 1, V, inner, a, b, column, ahead, to); break;
     default: break;
     }
 }
 
-INLINE void chain_of_kind(const number_kind kind, int64_t rows, int64_t inner, left_matrix a, matrix b, int64_t columns,
-                          rapt_soon *soon, sums_to to) {
+INLINE void chain_of_kind(const number_kind kind, const int S, int64_t rows, int64_t inner, left_matrix a, matrix b,
+                          int64_t columns, rapt_soon *soon, sums_to to) {
     int64_t j = 0;
     for (; j + MICRO_VECTORS * LANES <= columns; j += MICRO_VECTORS * LANES) {
-        micro_rows(kind, MICRO_VECTORS, rows, inner, a, b, j, soon, to);
+        micro_rows(kind, S, MICRO_VECTORS, rows, inner, a, b, j, soon, to);
     }
     /* What is left is a multiple of COLUMNS, so only wide vectors get here. */
 #if LANES == 16
-    if (columns - j == 3 * LANES) micro_rows(kind, 3, rows, inner, a, b, j, soon, to);
-    if (columns - j == 1 * LANES) micro_rows(kind, 1, rows, inner, a, b, j, soon, to);
+    if (columns - j == 3 * LANES) micro_rows(kind, S, 3, rows, inner, a, b, j, soon, to);
+    if (columns - j == 1 * LANES) micro_rows(kind, S, 1, rows, inner, a, b, j, soon, to);
 #endif
 #if LANES >= 8
-    if (columns - j == 2 * LANES) micro_rows(kind, 2, rows, inner, a, b, j, soon, to);
+    if (columns - j == 2 * LANES) micro_rows(kind, S, 2, rows, inner, a, b, j, soon, to);
 #endif
 }
 
 static void product_chain(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
                           int64_t columns, rapt_soon *soon, sums_to to) {
-    chain_of_kind(REALS, rows, inner, (left_matrix){a, lda, 1}, (matrix){b, ldb}, columns, soon, to);
+    chain_of_kind(REALS, 1, rows, inner, (left_matrix){a, lda, 1}, (matrix){b, ldb}, columns, soon, to);
+}
+
+/* The same in two strands. */
+static void score_chain(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
+                        int64_t columns, rapt_soon *soon, sums_to to) {
+    chain_of_kind(REALS, STRANDS, rows, inner, (left_matrix){a, lda, 1}, (matrix){b, ldb}, columns, soon, to);
 }
 
 /* A [inner, rows], inner apart by lda. */
 static void product_chain_transposed(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b,
                                      int64_t ldb, int64_t columns, rapt_soon *soon, sums_to to) {
-    chain_of_kind(REALS, rows, inner, (left_matrix){a, 1, lda}, (matrix){b, ldb}, columns, soon, to);
+    chain_of_kind(REALS, 1, rows, inner, (left_matrix){a, 1, lda}, (matrix){b, ldb}, columns, soon, to);
 }
 
 /* The same with B of 16-bit numbers, for up to MICRO_ROWS rows. */
-static void narrow_chain(rapt_dtype dtype, int64_t rows, int64_t inner, const real *a, int64_t lda, const uint16_t *b,
-                         int64_t ldb, int64_t columns, sums_to to) {
+INLINE void narrow_chain_of(const int S, rapt_dtype dtype, int64_t rows, int64_t inner, const real *a, int64_t lda,
+                            const uint16_t *b, int64_t ldb, int64_t columns, sums_to to) {
     if (dtype == RAPT_F16) {
-        chain_of_kind(HALVES, rows, inner, (left_matrix){a, lda, 1}, (matrix){b, ldb}, columns, NULL, to);
+        chain_of_kind(HALVES, S, rows, inner, (left_matrix){a, lda, 1}, (matrix){b, ldb}, columns, NULL, to);
     } else {
-        chain_of_kind(BRAIN_HALVES, rows, inner, (left_matrix){a, lda, 1}, (matrix){b, ldb}, columns, NULL, to);
+        chain_of_kind(BRAIN_HALVES, S, rows, inner, (left_matrix){a, lda, 1}, (matrix){b, ldb}, columns, NULL, to);
     }
 }
 
-/* Chains outside, rows inside: the rows of B of one chain stay in the nearest cache for all rows of A. */
-INLINE void product(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
-                    int64_t columns, rapt_soon *soon, real *c, int64_t ldc) {
-    int64_t k = 0;
-    do { /* at least once: an empty inner dimension gives zeros */
+static void narrow_chain(rapt_dtype dtype, int64_t rows, int64_t inner, const real *a, int64_t lda, const uint16_t *b,
+                         int64_t ldb, int64_t columns, sums_to to) {
+    narrow_chain_of(1, dtype, rows, inner, a, lda, b, ldb, columns, to);
+}
+
+static void narrow_score_chain(rapt_dtype dtype, int64_t rows, int64_t inner, const real *a, int64_t lda,
+                               const uint16_t *b, int64_t ldb, int64_t columns, sums_to to) {
+    narrow_chain_of(STRANDS, dtype, rows, inner, a, lda, b, ldb, columns, to);
+}
+
+/* All chains of scores. Chains outside, rows inside: the rows of B of one chain stay in the nearest cache for all rows of
+ * A. */
+static void score_product(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
+                          int64_t columns, rapt_soon *soon, real *c, int64_t ldc) {
+    for (int64_t k = 0; k < inner; k += CHAIN) {
         sums_to to = {.before = k > 0 ? c : NULL, .ld_before = ldc, .c = c, .ldc = ldc};
-        product_chain(rows, inner - k < CHAIN ? inner - k : CHAIN, a + k, lda, b + k * ldb, ldb, columns, soon, to);
-        k += CHAIN;
-    } while (k < inner);
+        score_chain(rows, inner - k < CHAIN ? inner - k : CHAIN, a + k, lda, b + k * ldb, ldb, columns, soon, to);
+    }
 }
 
 #endif

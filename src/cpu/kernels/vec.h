@@ -12,6 +12,7 @@
  *                              whatever x; else a NaN in x or k stays NaN
  *   v_where_equal(x, a, t, o)  t in the lanes where x equals a, else o
  *   v_load_transposed(r, s, x) a LANES x LANES block of which rows lie s apart: x[i] is column i
+ *   v_kept(x)                  x, in a register: for numbers from memory that gcc would load again for each use
  *   v_sum(x), v_largest(x)     over the lanes, folded in halves: lane i with lane i + LANES / 2, and so on
  */
 #ifndef RAPT_CPU_KERNELS_VEC_H
@@ -64,6 +65,13 @@ typedef uint64_t bits;
 #else
 #include "vec_baseline.h"
 #endif
+
+INLINE vec v_kept(vec x) {
+#ifdef RAPT_KERNEL_ISA_AVX512
+    __asm__("" : "+v"(x)); /* may have changed it, as far as the compiler knows */
+#endif
+    return x;
+}
 
 /* Masked scores are -inf. */
 INLINE vec v_where_masked(vec score, vec then, vec otherwise) {
