@@ -238,7 +238,7 @@ static void narrow_score_chain(rapt_dtype dtype, int64_t rows, int64_t inner, co
 
 /* All chains of scores. Chains outside, rows inside: the rows of B of one chain stay in the nearest cache for all rows of
  * A. */
-static void score_product(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
+INLINE void score_product(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
                           int64_t columns, rapt_soon *soon, real *c, int64_t ldc) {
     for (int64_t k = 0; k < inner; k += CHAIN) {
         sums_to to = {.before = k > 0 ? c : NULL, .ld_before = ldc, .c = c, .ldc = ldc};
