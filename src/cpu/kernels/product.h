@@ -79,8 +79,9 @@ typedef struct fetching {
 /* What is wanted soon, if there is something; else rows that the next chain will need, a line of each in every register
  * tile (or, of S strands, in S tiles, since they take 1 / S of the steps): four tiles fetch those of B; if A is transposed,
  * so that its rows are as far apart, the next four fetch those. */
-INLINE fetching fetch_for(const number_kind kind, const int S, int64_t tile, int64_t inner, left_matrix a, matrix b,
-                          int64_t column, rapt_soon *soon) {
+INLINE fetching fetch_for(const number_kind kind, const int S, const int V, int64_t tile, int64_t inner, left_matrix a,
+                          matrix b, int64_t column, rapt_soon *soon) {
+    if (kind == REALS && V == 1) return (fetching){NULL, 0}; /* so little work that it is not worth it */
     int64_t line = tile / S * LINE % PANEL, size = kind == REALS ? sizeof(real) : 2;
     if (soon != NULL && soon->count > 0) {
         int64_t line_bytes = LINE * sizeof(real), bytes = CHAIN / S * line_bytes;
@@ -105,7 +106,7 @@ typedef vec micro_sums[MICRO_ROWS][MICRO_VECTORS];
 INLINE void micro_term(const number_kind kind, const int R, const int V, const bool fetches, int64_t k, left_matrix a,
                        matrix b, int64_t column, fetching ahead, micro_sums sum) {
     vec numbers[MICRO_VECTORS];
-    if (fetches || kind != REALS) __builtin_prefetch(ahead.data + k * ahead.step, 0, 2);
+    if ((fetches && V > 1) || kind != REALS) __builtin_prefetch(ahead.data + k * ahead.step, 0, 2);
     if (kind != REALS) __builtin_prefetch(ahead.data + k * ahead.step + PANEL, 0, 2); /* few rows fetch all lines */
     UNROLL for (int v = 0; v < V; v++) numbers[v] = v_kept(load_numbers(kind, b, k * b.ld + column + v * LANES));
     UNROLL for (int r = 0; r < R; r++) {
@@ -113,6 +114,9 @@ INLINE void micro_term(const number_kind kind, const int R, const int V, const b
         UNROLL for (int v = 0; v < V; v++) sum[r][v] = v_fma(x, numbers[v], sum[r][v]);
     }
 }
+
+/* Narrow tiles have registers for all rows of both strands, and compute one after the other. */
+INLINE bool strands_in_turn(const int S, const int V) { return S == 1 || S * V <= MICRO_VECTORS; }
 
 /* One register tile over one chain of S strands. S, R and V are constants at every call, so the loops over them unroll and
  * `sums` lives in registers. */
@@ -123,12 +127,19 @@ INLINE void micro_tile(const number_kind kind, const int S, const int R, const i
         UNROLL for (int r = 0; r < R; r++) { UNROLL for (int v = 0; v < V; v++) sums[s][r][v] = v_zero(); }
     }
     const int64_t strand = (inner + S - 1) / S, steps = inner / S;
-    for (int64_t k = 0; k < steps; k++) {
+    if (strands_in_turn(S, V)) {
         UNROLL for (int s = 0; s < S; s++) {
-            micro_term(kind, R, V, s == 0, k + s * strand, a, b, column, ahead, sums[s]);
+            int64_t end = s == 0 ? strand : inner;
+            for (int64_t k = s * strand; k < end; k++) micro_term(kind, R, V, true, k, a, b, column, ahead, sums[s]);
         }
+    } else {
+        for (int64_t k = 0; k < steps; k++) {
+            UNROLL for (int s = 0; s < S; s++) {
+                micro_term(kind, R, V, s == 0, k + s * strand, a, b, column, ahead, sums[s]);
+            }
+        }
+        if (steps < strand) micro_term(kind, R, V, true, steps, a, b, column, ahead, sums[0]);
     }
-    if (steps < strand) micro_term(kind, R, V, true, steps, a, b, column, ahead, sums[0]);
     UNROLL for (int r = 0; r < R && S > 1; r++) {
         UNROLL for (int v = 0; v < V; v++) sums[0][r][v] = v_add(sums[0][r][v], sums[1][r][v]);
     }
@@ -153,14 +164,14 @@ INLINE void micro_tile(const number_kind kind, const int S, const int R, const i
 /* All row counts for a constant number of vectors, from a column of B on. */
 INLINE void micro_rows(const number_kind kind, const int S, const int V, int64_t rows, int64_t inner, left_matrix a,
                        matrix b, int64_t column, rapt_soon *soon, sums_to to) {
-    const int ROWS = MICRO_ROWS / S;
+    const int ROWS = strands_in_turn(S, V) ? MICRO_ROWS : MICRO_ROWS / S;
     int64_t r = 0, tile = 0;
     to = sums_to_tile(to, 0, column);
     for (; r + ROWS <= rows; r += ROWS) {
-        fetching ahead = fetch_for(kind, S, tile++, inner, a, b, column, soon);
+        fetching ahead = fetch_for(kind, S, V, tile++, inner, a, b, column, soon);
         micro_tile(kind, S, ROWS, V, inner, from_row(a, r), b, column, ahead, sums_to_tile(to, r, 0));
     }
-    fetching ahead = fetch_for(kind, S, tile, inner, a, b, column, NULL);
+    fetching ahead = fetch_for(kind, S, V, tile, inner, a, b, column, NULL);
     a = from_row(a, r);
     to = sums_to_tile(to, r, 0);
     switch (rows - r) {
