@@ -414,7 +414,7 @@ static void look_ahead(const attn_job *job, int64_t item, const attn_rows *rows,
     if (next / tiles < job->unit_count) {
         const attn_unit *unit = &job->units[next / tiles];
         attn_rows then = tile_rows(job, unit, next % tiles);
-        if (next / tiles != item / tiles) want_keys(job, unit, 0, soon);
+        if (next % tiles == 0) want_keys(job, unit, 0, soon); /* the first tile of a unit packs them */
         want_rows(soon, &then, &p->q, p->dim);
     }
     want_rows(soon, rows, &p->out, p->value_dim);
