@@ -163,7 +163,8 @@ static inline mha_heads rapt_mha_heads(const attn_problem *p, char *data, int64_
 }
 /* Some of them. */
 static inline mha_heads rapt_mha_some_heads(const attn_problem *p, mha_heads all, int64_t first, int64_t heads) {
-    all.data += first * all.head_stride * (int64_t)rapt_dtype_size(p->dtype);
+    int64_t bytes = first * all.head_stride * (int64_t)rapt_dtype_size(p->dtype);
+    all.data = (char *)((uintptr_t)all.data + (uintptr_t)bytes); /* an address of a plan may be none of memory yet */
     all.heads = heads;
     return all;
 }

@@ -472,7 +472,26 @@ static void test_operator_allocates_once(void **state) {
     }
 }
 
-/* A larger call replaces the scratch memory; one that cannot have it leaves the old one for smaller calls. */
+/* Units of 73 to 256 rows are one tile if there are many of them, several if there are few. */
+static void test_fewer_units_allocate_nothing(void **state) {
+    (void)state;
+    const operator_sizes most[] = {{4, 4, 4, 200, 4096, 64, 64}, {16, 1, 1, 200, 25600, 16, 16}};
+    for (int i = 0; i < 2; i++) {
+        counter c = {0};
+        rapt_context *context = counting_context(&c, 2);
+        call_operator(context, RAPT_F32, most[i], 0);
+        int64_t earlier = c.allocations;
+        for (int64_t n = most[i].n; n >= 1; n /= 2) {
+            operator_sizes fewer = most[i];
+            fewer.n = n;
+            call_operator(context, RAPT_F32, fewer, 0);
+        }
+        assert_int_equal(c.allocations, earlier);
+        rapt_context_destroy(context);
+        assert_nothing_left(&c);
+    }
+}
+
 /* Token after token within a window, long after the ring has turned: no memory is asked for any more. */
 static void test_decoding_allocates_nothing(void **state) {
     (void)state;
@@ -511,6 +530,7 @@ static void test_decoding_allocates_nothing(void **state) {
     assert_nothing_left(&c);
 }
 
+/* A larger call replaces the scratch memory; one that cannot have it leaves the old one for smaller calls. */
 static void test_scratch_is_replaced(void **state) {
     (void)state;
     counter c = {0};
@@ -761,6 +781,7 @@ int main(void) {
         cmocka_unit_test(test_training_out_of_memory),
         cmocka_unit_test(test_state_keeps_allocator),
         cmocka_unit_test(test_operator_allocates_once),
+        cmocka_unit_test(test_fewer_units_allocate_nothing),
         cmocka_unit_test(test_layer_allocates_once),
         cmocka_unit_test(test_decoding_allocates_nothing),
         cmocka_unit_test(test_scratch_is_replaced),

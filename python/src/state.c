@@ -8,6 +8,7 @@
 typedef struct state_object {
     PyObject_HEAD rapt_mha_state *state;
     size_t bytes;       /* of its memory, about */
+    size_t idle;        /* of those, what its last forward did not need */
     bool is_filled;     /* by a forward with this object: before that, what the state holds is not for its eyes */
     core_call borrowed; /* by the forward */
 } state_object;
@@ -23,7 +24,7 @@ static struct {
     size_t bytes;
 } spares[MOST_SPARES];
 static int num_spares;
-static size_t spare_bytes;
+static size_t spare_bytes, idle_bytes; /* of spares, and of objects: large memory may end up with small forwards */
 
 static size_t size_of(const rapt_mha_state *state) {
     const rapt_mha_saved *saved = rapt_mha_state_saved(state);
@@ -50,7 +51,7 @@ static void give_back(rapt_mha_state *state, size_t bytes) {
 
 /* A state for a new object; false with an exception. */
 static bool take_state(rapt_mha_state **state, size_t *bytes) {
-    if (num_spares > 0) {
+    if (num_spares > 0 && idle_bytes < MOST_SPARE_BYTES) {
         num_spares--;
         *state = spares[num_spares].state;
         *bytes = spares[num_spares].bytes;
@@ -72,15 +73,13 @@ rapt_mha_state *core_state_of(PyObject *object, const char *name) {
 }
 
 const rapt_mha_state *core_filled_state_of(PyObject *object, const char *name) {
-    rapt_mha_state *state = core_state_of(object, name), *empty = NULL;
+    static rapt_mha_state *empty; /* the library says what is wrong with one */
+    rapt_mha_state *state = core_state_of(object, name);
     if (state == NULL || ((state_object *)object)->is_filled) return state;
-    rapt_context *context = core_context(); /* the library says what is wrong with an empty one */
+    rapt_context *context = core_context();
     if (context == NULL) return NULL;
-    rapt_status status = rapt_mha_state_create(context, &empty);
-    if (status != RAPT_OK) return core_raise(context, status), NULL;
-    rapt_mha_state_destroy(state);
-    ((state_object *)object)->bytes = 0;
-    return ((state_object *)object)->state = empty;
+    rapt_status status = empty == NULL ? rapt_mha_state_create(context, &empty) : RAPT_OK;
+    return status == RAPT_OK ? empty : (core_raise(context, status), NULL);
 }
 
 void core_state_keep(PyObject *state, core_call *call) {
@@ -97,6 +96,8 @@ void core_state_keep(PyObject *state, core_call *call) {
     state_object *self = (state_object *)state;
     size_t bytes = size_of(self->state);
     if (bytes > self->bytes) self->bytes = bytes;
+    idle_bytes += self->bytes - bytes - self->idle;
+    self->idle = self->bytes - bytes;
     self->is_filled = true;
     core_call *borrowed = &self->borrowed;
     core_call before = *borrowed;
@@ -113,6 +114,7 @@ static PyObject *state_new(PyTypeObject *type, PyObject *args, PyObject *keyword
     if (self == NULL) return give_back(state, bytes), NULL;
     self->state = state;
     self->bytes = bytes;
+    self->idle = 0;
     self->is_filled = false;
     core_call_begin(&self->borrowed);
     return (PyObject *)self;
@@ -120,6 +122,7 @@ static PyObject *state_new(PyTypeObject *type, PyObject *args, PyObject *keyword
 
 static void state_free(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
+    idle_bytes -= ((state_object *)self)->idle;
     give_back(((state_object *)self)->state, ((state_object *)self)->bytes);
     core_call_end(&((state_object *)self)->borrowed);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);

@@ -251,15 +251,16 @@ def test_states_of_others_are_not_seen() -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts page faults, and looks at /proc")
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
 def test_memory_of_states_is_used_again() -> None:
     def fill(batch: int) -> int:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         state = rapt._core.State()
         layer.core.forward(x[:batch], x[:batch], x[:batch], out[:batch], state=state)
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
     layer = rapt.MultiheadAttention(64, 2, batch_first=True)
     x = rows(1, 1, 64).repeat(160000, 0)
@@ -273,6 +274,23 @@ def test_memory_of_states_is_used_again() -> None:
     assert resident() > before + (100 << 20)
     del state
     assert resident() < before + (30 << 20)
+
+
+def test_small_states_do_not_hold_the_memory_of_large_ones() -> None:
+    def fill(batch: int) -> rapt._core.State:
+        state = rapt._core.State()
+        layer.core.forward(x[:batch], x[:batch], x[:batch], out[:batch], state=state)
+        return state
+
+    layer = rapt.MultiheadAttention(64, 2, batch_first=True)
+    x = rows(1, 1, 64).repeat(30000, 0)
+    out = np.zeros_like(x)
+    before = resident()
+    kept = []
+    for _ in range(16):  # 30 MB each
+        fill(30000)
+        kept.append(fill(1))
+    assert resident() < before + (330 << 20)  # what may be kept: 128 MB, and as much with the small ones
 
 
 def test_weights_are_those_of_the_scores() -> None:

@@ -249,7 +249,7 @@ static void clear_hidden_keys(const backward_job *job, const backward_unit *unit
 
 /* ---- a unit on one lane ---- */
 
-/* What is read when a unit begins, if that is so little that it may wait in the second cache. */
+/* What is read when a unit begins, if that is so little that it may wait in the second cache. The memory is not touched. */
 static void want_unit(const backward_job *job, int64_t index, char *memory, rapt_soon *soon) {
     const attn_problem *p = job->problem;
     const backward_plan *plan = &job->plan;

@@ -89,7 +89,9 @@ typedef struct attn_plan {
     size_t real;                                 /* bytes of one */
     size_t cut_bytes, extra_bytes, unit_bytes;   /* packed keys and values */
     size_t lane_bytes, lane_keys, weights_bytes; /* scratch of a lane; lane_keys: where it packs a cut */
-    size_t partial_bytes, partials_bytes;        /* one (tile, cut) computed apart, and all */
+    size_t partial_bytes;                        /* of a tile in progress */
+    int64_t split_rows;                          /* the most of a (tile, cut) that is computed apart */
+    size_t split_bytes, partials_bytes;          /* one of those, and all */
     size_t stats_bytes, average_bytes;           /* for returned weights */
     size_t table_bytes;                          /* attn_unit, attn_keys and their states */
 } attn_plan;
@@ -107,8 +109,8 @@ enum { UNPACKED, BEING_PACKED, PACKED };
 static size_t smaller_size(size_t a, size_t b) { return a < b ? a : b; }
 static size_t product_of(int64_t a, int64_t b) { return rapt_size_mul((size_t)a, (size_t)b); }
 
-static size_t partial_size(const attn_plan *plan) {
-    return rapt_size_mul(plan->real, product_of(plan->room_rows, plan->out_stride + 2));
+static size_t partial_size(const attn_plan *plan, int64_t rows) {
+    return rapt_arena_size(rapt_size_mul(plan->real, product_of(rows, plan->out_stride + 2)));
 }
 
 /* Decoding: a few rows of one query that see every key of a range, so that nothing of it must be kept from any of them,
@@ -166,14 +168,15 @@ static void make_plan(const rapt_context *context, const attn_problem *p, attn_p
     }
     /* For all units, which is more than one wave needs, but never less than what a smaller problem needs. */
     size_t cut_table = rapt_size_mul(sizeof(attn_keys) + sizeof(atomic_int), (size_t)plan->max_cuts + 1);
-    if (plan->streams) cut_table = 0;
+    if (plan->streams && (p->cache != NULL || plan->room_rows <= FEW_ROWS))
+        cut_table = 0; /* as for all that are smaller */
     size_t unit_table = rapt_size_add(sizeof(attn_unit), cut_table);
     plan->table_bytes = rapt_arena_size(rapt_size_mul(unit_table, (size_t)plan->units));
 
     /* A lane: a partial and a total, scores and biases [rows + 2][CUT], q [rows][D]; then room to pack a cut; for weights
      * also whole rows of them. */
     size_t q_and_scores = rapt_size_mul(plan->real, product_of(plan->room_rows + 2, p->dim + CUT));
-    plan->partial_bytes = rapt_arena_size(partial_size(plan));
+    plan->partial_bytes = partial_size(plan, plan->room_rows);
     plan->lane_keys = rapt_arena_size(rapt_size_add(q_and_scores, rapt_size_mul(2, plan->partial_bytes)));
     size_t cut = plan->cut_bytes > plan->extra_bytes ? plan->cut_bytes : plan->extra_bytes;
     plan->lane_bytes = rapt_size_add(plan->lane_keys, cut);
@@ -192,11 +195,14 @@ static void make_plan(const rapt_context *context, const attn_problem *p, attn_p
     int64_t tiles = plan->units * plan->tiles_per_unit;
     plan->split = plan->max_cuts > 1 && tiles < context->lanes && context->split_keys >= 0;
     int64_t split_tiles = plan->max_cuts > 1 ? smaller(p->batch * p->heads * p->queries, context->lanes - 1) : 0;
+    plan->split_rows = smaller(plan->room_rows, FEW_ROWS); /* tiles that are so few are small */
     if (context->split_keys > 0) {
         plan->split = true;
-        split_tiles = plan->wave_units * plan->tiles_per_unit;
+        split_tiles = plan->wave_units * divide_up(plan->rows_per_unit, smaller(plan->tile_rows, LEAST_TILE_ROWS));
     }
-    plan->partials_bytes = rapt_size_mul(rapt_size_mul(plan->partial_bytes, (size_t)plan->slots), (size_t)split_tiles);
+    if (context->split_keys > 0 || context->tile_rows > 0) plan->split_rows = plan->room_rows;
+    plan->split_bytes = partial_size(plan, plan->split_rows);
+    plan->partials_bytes = rapt_size_mul(rapt_size_mul(plan->split_bytes, (size_t)plan->slots), (size_t)split_tiles);
 }
 
 static size_t attn_scratch(const rapt_context *context, const attn_problem *p) {
@@ -327,8 +333,8 @@ typedef struct lane_scratch {
     void *weights;
 } lane_scratch;
 
-static attn_partial partial_at(const attn_plan *plan, char *memory) {
-    size_t row_reals = plan->real * (size_t)plan->room_rows;
+static attn_partial partial_at(const attn_plan *plan, int64_t rows, char *memory) {
+    size_t row_reals = plan->real * (size_t)rows;
     size_t out_bytes = row_reals * (size_t)plan->out_stride;
     return (attn_partial){.out = memory,
                           .reference = memory + out_bytes,
@@ -340,8 +346,8 @@ static attn_partial partial_at(const attn_plan *plan, char *memory) {
 static void lay_out_scratch(const attn_job *job, int32_t lane, lane_scratch *scratch) {
     const attn_plan *plan = &job->plan;
     char *memory = job->lanes + (size_t)lane * (plan->lane_bytes + plan->weights_bytes);
-    scratch->partial = partial_at(plan, memory);
-    scratch->total = partial_at(plan, memory + plan->partial_bytes);
+    scratch->partial = partial_at(plan, plan->room_rows, memory);
+    scratch->total = partial_at(plan, plan->room_rows, memory + plan->partial_bytes);
     scratch->scores = memory + 2 * plan->partial_bytes;
     scratch->q = (char *)scratch->scores + plan->real * (size_t)((plan->room_rows + 2) * CUT);
     scratch->packed = memory + plan->lane_keys;
@@ -447,8 +453,9 @@ static void run_tile(void *arg, int64_t item, int32_t lane) {
 }
 
 /* The same in two steps: each cut of a tile on its own, then the cuts of a tile merged in order. */
-static char *split_partial(const attn_job *job, int64_t tile, int64_t cut) {
-    return job->partials + (size_t)(tile * job->plan.slots + cut) * job->plan.partial_bytes;
+static attn_partial split_partial(const attn_job *job, int64_t tile, int64_t cut) {
+    const attn_plan *plan = &job->plan;
+    return partial_at(plan, plan->split_rows, job->partials + (size_t)(tile * plan->slots + cut) * plan->split_bytes);
 }
 
 static void run_split_cut(void *arg, int64_t item, int32_t lane) {
@@ -459,7 +466,7 @@ static void run_split_cut(void *arg, int64_t item, int32_t lane) {
     attn_rows rows = tile_rows(job, unit, tile % job->plan.tiles_per_unit);
     lane_scratch scratch;
     lay_out_scratch(job, lane, &scratch);
-    attn_partial partial = partial_at(&job->plan, split_partial(job, tile, cut));
+    attn_partial partial = split_partial(job, tile, cut);
     job->kernels->pack_queries(&rows, scratch.q);
     if (!job->kernels->attn_cut(&rows, keys_of_cut(job, unit, cut, &scratch), scratch.q, scratch.scores, &partial)) {
         job->kernels->attn_begin(rows.count, &partial); /* nothing seen: nothing to add */
@@ -474,7 +481,7 @@ static void merge_split_tile(void *arg, int64_t tile, int32_t lane) {
     lay_out_scratch(job, lane, &scratch);
     job->kernels->attn_begin(rows.count, &scratch.total);
     for (int64_t cut = 0; cut < cuts_with_extra(job, unit); cut++) {
-        attn_partial partial = partial_at(&job->plan, split_partial(job, tile, cut));
+        attn_partial partial = split_partial(job, tile, cut);
         job->kernels->attn_merge(rows.count, &scratch.total, &partial);
     }
     finish_tile(job, &rows, &scratch.total);

@@ -19,7 +19,7 @@ enum {
 enum {
     PANEL = RAPT_PANEL, /* columns (keys, outputs) of a packed panel, the same on every ISA */
     IN_PLACE_ROWS = 4,  /* packing keys pays from more rows on */
-    SOON_RANGES = 16,   /* of memory that is fetched ahead */
+    SOON_RANGES = 24,   /* of memory that is fetched ahead */
 };
 
 static inline int64_t rapt_round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }

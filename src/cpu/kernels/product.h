@@ -9,7 +9,7 @@
  * vector enters, so one row or a thousand, on any ISA, get the same bits.
  *
  * A chain of a score is made of two strands, its first half (the longer one of an odd number) and its second, each begun at
- * zero, then added. They run side by side, so a register tile has half as many rows.
+ * zero, then added. They run side by side, so a register tile has half as many rows; narrow tiles compute them in turn.
  */
 #ifndef RAPT_CPU_KERNELS_PRODUCT_H
 #define RAPT_CPU_KERNELS_PRODUCT_H
@@ -70,6 +70,9 @@ INLINE left_matrix from_row(left_matrix a, int64_t row) {
     return a;
 }
 
+/* Narrow tiles have registers for all rows of both strands, and compute one after the other. */
+INLINE bool strands_in_turn(const int S, const int V) { return S == 1 || S * V <= MICRO_VECTORS; }
+
 /* What comes nearer while a chain is computed: a line in each of its steps. */
 typedef struct fetching {
     const char *data;
@@ -84,7 +87,7 @@ INLINE fetching fetch_for(const number_kind kind, const int S, const int V, int6
     if (kind == REALS && V == 1) return (fetching){NULL, 0}; /* so little work that it is not worth it */
     int64_t line = tile / S * LINE % PANEL, size = kind == REALS ? sizeof(real) : 2;
     if (soon != NULL && soon->count > 0) {
-        int64_t line_bytes = LINE * sizeof(real), bytes = CHAIN / S * line_bytes;
+        int64_t line_bytes = LINE * sizeof(real), bytes = (strands_in_turn(S, V) ? inner : inner / S) * line_bytes;
         int32_t last = soon->count - 1;
         fetching ahead = {soon->range[last].data, line_bytes};
         soon->range[last].data += bytes;
@@ -114,9 +117,6 @@ INLINE void micro_term(const number_kind kind, const int R, const int V, const b
         UNROLL for (int v = 0; v < V; v++) sum[r][v] = v_fma(x, numbers[v], sum[r][v]);
     }
 }
-
-/* Narrow tiles have registers for all rows of both strands, and compute one after the other. */
-INLINE bool strands_in_turn(const int S, const int V) { return S == 1 || S * V <= MICRO_VECTORS; }
 
 /* One register tile over one chain of S strands. S, R and V are constants at every call, so the loops over them unroll and
  * `sums` lives in registers. */
