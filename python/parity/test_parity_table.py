@@ -30,9 +30,9 @@ parts of PyTorch's error. Rapt's errors are to be no larger than PyTorch's; by l
 {percentile} times PyTorch's and the maximum {maximum} times. PyTorch's were up to 1.12 and 1.29 times apart from
 its own.
 
-With up to 3 queries PyTorch's scores are as exact as those of several short chains; from 4 on they are those of one. Rapt
-sums the halves of 64 terms apart for any number of queries (`docs/NUMERICS.md`): the bits of a row must not depend on
-the rows around it. With one chain of 64 terms outputs of `scaled_dot_product_attention` were further off than
+With up to 3 queries PyTorch's scores are as exact as those of several short chains; from 4 on they are those of one.
+Rapt sums the halves of 64 terms apart for any number of queries (`docs/NUMERICS.md`): the bits of a row must not depend
+on the rows around it. With one chain of 64 terms outputs of `scaled_dot_product_attention` were further off than
 PyTorch's, and not by luck: 1.10 times in the percentile in f32, 1.08 in f64. The maximum of theirs in f64 is luck: in
 1,500 other draws of its configuration, of which a table has 8, Rapt is off by 0.83 times as much as PyTorch.
 
