@@ -250,11 +250,14 @@ def test_states_of_others_are_not_seen() -> None:
     assert (np.asarray(views["query"]) == query).all()
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts page faults, and looks at /proc")
+needs_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts page faults, and looks at /proc")
+
+
 def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
+@needs_linux
 def test_memory_of_states_is_used_again() -> None:
     def fill(batch: int) -> int:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -276,6 +279,7 @@ def test_memory_of_states_is_used_again() -> None:
     assert resident() < before + (30 << 20)
 
 
+@needs_linux
 def test_small_states_do_not_hold_the_memory_of_large_ones() -> None:
     def fill(batch: int) -> rapt._core.State:
         state = rapt._core.State()
