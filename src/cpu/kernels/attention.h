@@ -167,24 +167,27 @@ static void tile_scores(const attn_rows *rows, const attn_keys *keys, const real
     }
 }
 
-/* A chain of the product of weights and values where values hold NaN or infinity: a masked key (weight -0) must add
- * nothing, and 0 * NaN would. Otherwise as product_chain(). */
-static void select_chain(int64_t rows, int64_t inner, const real *weights, const real *v, int64_t v_stride,
-                         int64_t width, sums_to to) {
+/* A pair of chains of the product of weights and values where values hold NaN or infinity: a masked key (weight -0) must
+ * add nothing, and 0 * NaN would. Otherwise as product_pair(). */
+static void select_pair(int64_t rows, int64_t inner, const real *weights, const real *v, int64_t v_stride,
+                        int64_t width, sums_to to) {
     for (int64_t r = 0; r < rows; r++) {
         for (int64_t d = 0; d < width; d += LANES) {
-            vec sum = v_zero();
+            vec strand[STRANDS] = {v_zero(), v_zero()};
             for (int64_t c = 0; c < inner; c++) {
                 real weight = weights[r * CUT + c];
-                if (!signbit(weight)) sum = v_fma(v_all(weight), v_load(v + c * v_stride + d), sum);
+                vec *sum = &strand[c / CHAIN];
+                if (!signbit(weight)) *sum = v_fma(v_all(weight), v_load(v + c * v_stride + d), *sum);
             }
+            vec sum = v_add(strand[0], strand[1]);
             if (to.before != NULL) sum = v_add(v_load(to.before + r * to.ld_before + d), sum);
             v_store(to.c + r * to.ldc + d, sum);
         }
     }
 }
 
-/* Values of the keys [first, first + inner) weighted by scores [count][CUT], into partial->out, from a dimension on. */
+/* Values of the keys [first, first + inner) weighted by scores [count][CUT], into partial->out, from a dimension on. `first`
+ * is the first of a pair of chains. */
 static void weigh_values(const attn_rows *rows, const attn_keys *keys, int64_t dimension, int64_t first, int64_t inner,
                          bool mark_masked, const real *scores, attn_partial *partial) {
     int64_t ldo = partial->out_stride;
@@ -192,20 +195,20 @@ static void weigh_values(const attn_rows *rows, const attn_keys *keys, int64_t d
         int64_t width = ldo - d < PANEL ? ldo - d : PANEL, stride = keys->v_in_place ? keys->v_stride : width;
         int64_t panel_at = keys->v_in_place ? d : d * keys->capacity;
         real *out = (real *)partial->out + d;
-        for (int64_t k = 0; k < inner || k == 0; k += CHAIN) { /* at least once: no keys give zeros */
-            int64_t count = inner - k < CHAIN ? inner - k : CHAIN;
+        for (int64_t k = 0; k < inner || k == 0; k += PAIR) { /* at least once: no keys give zeros */
+            int64_t count = inner - k < PAIR ? inner - k : PAIR;
             sums_to to = {.before = k > 0 ? out : NULL, .ld_before = ldo, .c = out, .ldc = ldo};
             int64_t at = panel_at + (first + k) * stride;
             if (stays_narrow(rows, keys) && !mark_masked) {
                 const uint16_t *v = (const uint16_t *)keys->v + at;
-                narrow_chain(keys->dtype, rows->count, count, scores + first + k, CUT, v, stride, width, to);
+                narrow_pair(keys->dtype, rows->count, count, scores + first + k, CUT, v, stride, width, to);
                 continue;
             }
             const real *v = as_reals(keys, keys->v, at, count * stride);
             if (mark_masked) {
-                select_chain(rows->count, count, scores + first + k, v, stride, width, to);
+                select_pair(rows->count, count, scores + first + k, v, stride, width, to);
             } else {
-                product_chain(rows->count, count, scores + first + k, CUT, v, stride, width, NULL, to);
+                product_pair(rows->count, count, scores + first + k, CUT, 0, v, stride, width, to);
             }
         }
     }
@@ -222,13 +225,56 @@ INLINE real largest_seen(const attn_rows *rows, const attn_keys *keys, int64_t r
     return all_masked(t, begin, end) ? (real)-INFINITY : LOWEST;
 }
 
-/* Weights of rows of which some may not see all columns, or see no score that is a number. */
-static __attribute__((noinline)) void masked_softmax(const attn_rows *rows, const attn_keys *keys, tile_range range,
-                                                     bool mark_masked, real *scratch, attn_partial *partial) {
+enum { LONG_ROW = 64 }; /* columns */
+
+/* Weights of rows that see all columns, up to the first that has no score that is a number. Gives the number of rows. The
+ * largest scores of some rows are found while the weights of those before are computed. */
+static __attribute__((noinline)) int64_t softmax_of_long_rows(int64_t rows, int64_t begin, int64_t end, real *scores,
+                                                              real *reference, real *sum) {
+    int64_t r = 0, known = 0; /* rows whose largest score is */
+    while (r < rows) {
+        int64_t count = rows - r < ROWS_IN_STEP ? 1 : ROWS_IN_STEP;
+        real *t = scores + r * CUT;
+        for (; known < r + count; known++) reference[known] = largest_score(scores + known * CUT, begin, end);
+        for (int64_t i = r; i < r + count; i++) {
+            if (!(reference[i] > LOWEST)) return r;
+        }
+        if (rows - r >= 2 * ROWS_IN_STEP) {
+            softmax_rows(ROWS_IN_STEP, true, t, begin, end, false, &reference[r], &sum[r]);
+            known += ROWS_IN_STEP;
+        } else if (count > 1) {
+            softmax_rows(ROWS_IN_STEP, false, t, begin, end, false, &reference[r], &sum[r]);
+        } else {
+            softmax_rows(1, false, t, begin, end, false, &reference[r], &sum[r]);
+        }
+        r += count;
+    }
+    return r;
+}
+
+/* The same of short rows, where that would take longer, since a row would wait for those before. */
+INLINE int64_t softmax_of_short_rows(int64_t rows, int64_t begin, int64_t end, real *scores, real *reference,
+                                     real *sum) {
+    int64_t r = 0;
+    for (; r < rows; r++) {
+        reference[r] = largest_score(scores + r * CUT, begin, end);
+        if (!(reference[r] > LOWEST)) return 0;
+    }
+    for (r = 0; r + ROWS_IN_STEP <= rows; r += ROWS_IN_STEP) {
+        softmax_rows(ROWS_IN_STEP, false, scores + r * CUT, begin, end, false, &reference[r], &sum[r]);
+    }
+    for (; r < rows; r++) softmax_rows(1, false, scores + r * CUT, begin, end, false, &reference[r], &sum[r]);
+    return rows;
+}
+
+/* Weights of rows from `first` on of which some may not see all columns, or see no score that is a number. */
+static __attribute__((noinline)) void masked_softmax(const attn_rows *rows, const attn_keys *keys, int64_t first,
+                                                     tile_range range, bool mark_masked, real *scratch,
+                                                     attn_partial *partial) {
     real *bias = scratch, *scores = bias + 2 * CUT, *reference = partial->reference, *sum = partial->sum;
     padding_bias padding = load_padding(rows, keys, bias + CUT);
     bool needs_bias = mark_masked || padding.bias != NULL || (rows->problem->mask.data != NULL && !keys->extra);
-    for (int64_t r = 0; r < rows->count; r++) {
+    for (int64_t r = first; r < rows->count; r++) {
         real *t = scores + r * CUT;
         if (needs_bias) {
             mask_row(rows, keys, r, range.begin, range.end, padding, bias, t);
@@ -236,10 +282,10 @@ static __attribute__((noinline)) void masked_softmax(const attn_rows *rows, cons
             band_row(rows, keys, r, range.begin, range.end, t);
         }
     }
-    for (int64_t r = 0; r < rows->count; r++) {
+    for (int64_t r = first; r < rows->count; r++) {
         reference[r] = largest_seen(rows, keys, r, range, needs_bias, padding, bias, scores + r * CUT);
     }
-    for (int64_t r = 0; r < rows->count; r++) {
+    for (int64_t r = first; r < rows->count; r++) {
         bool mark = mark_masked || reference[r] <= LOWEST;
         softmax_row(scores + r * CUT, range.begin, range.end, mark, &reference[r], &sum[r]);
     }
@@ -269,11 +315,11 @@ INLINE bool can_stream(const attn_rows *rows, const attn_keys *keys, tile_range 
 /* One cut for rows that see much the same columns of it. */
 static void attn_block(const attn_rows *rows, const attn_keys *keys, tile_range range, const real *q, real *scratch,
                        attn_partial *partial) {
-    real *scores = scratch + 2 * CUT, *reference = partial->reference, *sum = partial->sum;
+    real *scores = scratch + 2 * CUT;
     const attn_problem *p = rows->problem;
     bool has_mask = (p->mask.data != NULL || p->padding.data != NULL) && !keys->extra;
-    /* Some of the keys that are weighed may be masked: by a mask, by the band, or before `begin` in its chain. */
-    bool weighs_masked = has_mask || !range.all_seen || range.begin % CHAIN != 0;
+    /* Some of the keys that are weighed may be masked: by a mask, by the band, or before `begin` in its pair. */
+    bool weighs_masked = has_mask || !range.all_seen || range.begin % PAIR != 0;
     bool mark_masked = keys->has_non_finite_values && weighs_masked;
     if (!weighs_masked && can_stream(rows, keys, range, partial) &&
         stream_cut(rows->count, keys, p->dim, q, scores, partial)) {
@@ -287,25 +333,17 @@ static void attn_block(const attn_rows *rows, const attn_keys *keys, tile_range 
     for (int64_t r = 0; r < rows->count && is_plain && range.last < range.end; r++) {
         mask_outside(scores + r * CUT, range.begin, range.begin, range.last, range.end);
     }
-    for (int64_t r = 0; r < rows->count && is_plain; r++) {
-        reference[r] = largest_score(scores + r * CUT, range.begin, range.end);
-        is_plain = reference[r] > LOWEST;
+    int64_t done = 0;
+    if (is_plain && range.end - range.begin > LONG_ROW) {
+        done = softmax_of_long_rows(rows->count, range.begin, range.end, scores, partial->reference, partial->sum);
+    } else if (is_plain) {
+        done = softmax_of_short_rows(rows->count, range.begin, range.end, scores, partial->reference, partial->sum);
     }
-    if (is_plain) {
-        int64_t r = 0;
-        for (; r + ROWS_IN_STEP <= rows->count; r += ROWS_IN_STEP) {
-            softmax_rows(ROWS_IN_STEP, scores + r * CUT, range.begin, range.end, false, &reference[r], &sum[r]);
-        }
-        for (; r < rows->count; r++) {
-            softmax_rows(1, scores + r * CUT, range.begin, range.end, false, &reference[r], &sum[r]);
-        }
-    } else {
-        masked_softmax(rows, keys, range, mark_masked, scratch, partial);
-    }
+    if (done < rows->count) masked_softmax(rows, keys, done, range, mark_masked, scratch, partial);
     if (p->dropout > 0) drop_weights(rows, keys, range, scores);
 
-    /* Chains are counted from the cut's first key, so the product begins at a chain's; weights before that are 0. */
-    int64_t first = range.begin / CHAIN * CHAIN;
+    /* Chains are counted from the cut's first key, so the product begins at a pair's; weights before that are 0. */
+    int64_t first = range.begin / PAIR * PAIR;
     int64_t inner = range.last - first;
     for (int64_t r = 0; r < rows->count && first < range.begin; r++) {
         for (int64_t c = first; c < range.begin; c++) scores[r * CUT + c] = (real)-0.0;

@@ -226,9 +226,12 @@ INLINE void tile_product(const int S, int64_t first, int64_t rows, int64_t dim, 
     real *to = c + first * PANEL + begin;
     for (int64_t d = 0; d < dim; d += CHAIN) {
         int64_t width = width_at(dim, d), count = dim - d < CHAIN ? dim - d : CHAIN;
-        (S == 1 ? product_chain : score_chain)(
-            rows, count, left + d * CHAIN + first * width, width, right + d * PANEL + begin, PANEL, end - begin, soon,
-            (sums_to){.before = d > 0 ? to : NULL, .ld_before = PANEL, .c = to, .ldc = PANEL});
+        const real *a = left + d * CHAIN + first * width, *b = right + d * PANEL + begin;
+        sums_to sums = {.before = d > 0 ? to : NULL, .ld_before = PANEL, .c = to, .ldc = PANEL};
+        if (S == 1)
+            product_chain(rows, count, a, width, b, PANEL, end - begin, soon, sums);
+        else
+            score_chain(rows, count, a, width, b, PANEL, end - begin, soon, sums);
     }
 }
 

@@ -91,15 +91,16 @@ INLINE void stream_values(const number_kind kind, const int R, const attn_keys *
     const matrix values = {keys->v, PANEL};
     const int64_t ahead = stream_ahead(keys);
     for (int at = 0; at < PANEL; at += VECTORS_FOR(R) * LANES) {
-        for (int64_t k = 0; k < keys->keys; k += CHAIN) {
-            int64_t end = keys->keys - k < CHAIN ? keys->keys : k + CHAIN;
-            stream_sums sum;
+        for (int64_t k = 0; k < keys->keys; k += PAIR) {
+            stream_sums sum, second;
             stream_clear(R, sum);
-            for (int64_t c = k; c < end; c += COLUMNS) {
+            stream_clear(R, second);
+            for (int64_t c = k; c < k + PAIR && c < keys->keys; c += COLUMNS) {
                 if (d + at == 0) weigh_columns(R, 1, t + c, false, power, total);
-                stream_rows(kind, R, end - c < COLUMNS ? end - c : COLUMNS, t + c, CUT, values,
-                            d * CUT + c * PANEL + at, ahead, sum);
+                stream_rows(kind, R, keys->keys - c < COLUMNS ? keys->keys - c : COLUMNS, t + c, CUT, values,
+                            d * CUT + c * PANEL + at, ahead, c < k + CHAIN ? sum : second);
             }
+            stream_add(R, sum, second);
             stream_store(R, k == 0, sum, out + d + at, out_stride);
         }
     }

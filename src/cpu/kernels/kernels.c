@@ -7,37 +7,37 @@
 #include "attention.h"
 #include "backward.h"
 
-/* Sums of a product that takes several chains wait in `partial`. */
+/* Sums of a product that takes several pairs of chains wait in `partial`. */
 static void linear_panel(const rapt_rows *x, int64_t count, int64_t features, const void *panel, int64_t width,
                          void *partial, void *y, int64_t y_stride) {
     const real *weights = panel, *bias = weights + features * width;
-    for (int64_t k = 0; k < features; k += CHAIN) {
-        bool is_last = features - k <= CHAIN;
+    for (int64_t k = 0; k < features; k += PAIR) {
+        bool is_last = features - k <= PAIR;
         sums_to to = {.before = k > 0 ? partial : NULL,
                       .ld_before = width,
                       .bias = is_last ? bias : NULL,
                       .c = is_last ? y : partial,
                       .ldc = is_last ? y_stride : width};
-        const real *chain = (const real *)(const void *)x->data + rapt_feature_at(x, k);
-        product_chain(count, is_last ? features - k : CHAIN, chain, x->stride[1], weights + k * width, width, width,
-                      NULL, to);
+        int64_t first = rapt_feature_at(x, k), gap = rapt_feature_at(x, k + CHAIN) - first - CHAIN;
+        product_pair(count, is_last ? features - k : PAIR, (const real *)(const void *)x->data + first, x->stride[1],
+                     gap, weights + k * width, width, width, to);
     }
 }
 
 static void weight_panel(int64_t rows, const void *dy, int64_t dy_width, int64_t outputs, const void *x, int64_t width,
                          void *partial, void *y, int64_t y_stride) {
-    for (int64_t r = 0; r < rows; r += CHAIN) {
-        bool is_last = rows - r <= CHAIN;
+    for (int64_t r = 0; r < rows; r += PAIR) {
+        bool is_last = rows - r <= PAIR;
         sums_to to = {.before = r > 0 ? partial : NULL,
                       .ld_before = width,
                       .c = is_last ? y : partial,
                       .ldc = is_last ? y_stride : width};
-        product_chain_transposed(outputs, is_last ? rows - r : CHAIN, (const real *)dy + r * dy_width, dy_width,
-                                 (const real *)x + r * width, width, width, NULL, to);
+        product_pair_transposed(outputs, is_last ? rows - r : PAIR, (const real *)dy + r * dy_width, dy_width,
+                                (const real *)x + r * width, width, width, to);
     }
 }
 
-/* In chains, as a product with ones would. */
+/* In chains of CHAIN rows, these in order. */
 static void sum_rows(int64_t rows, const void *from, int64_t width, void *sums) {
     for (int64_t c = 0; c < width; c += LANES) {
         vec total = v_zero();

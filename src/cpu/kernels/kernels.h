@@ -10,9 +10,10 @@
 
 /* The sizes that results depend on. Changing one changes bits, and so the numerics version. */
 enum {
-    CUT = 256,    /* keys of one softmax in progress */
-    CHAIN = 64,   /* terms of a product after which its sum starts anew, which keeps the error low */
-    STRANDS = 2,  /* sums that a chain of a score is made of, one of each half of its terms */
+    CUT = 256,   /* keys of one softmax in progress */
+    CHAIN = 64,  /* terms of a product after which its sum starts anew, which keeps the error low */
+    STRANDS = 2, /* sums that are added to each other first: chains, or halves of a score's chain */
+    PAIR = STRANDS * CHAIN,
     COLUMNS = 16, /* partial sums of a row; widths are rounded up to this, too */
 };
 /* Those that only speed depends on. */

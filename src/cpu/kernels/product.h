@@ -5,11 +5,14 @@
  * or the same with A transposed, [inner, rows].
  *
  * Columns are a multiple of COLUMNS. Each element of C is summed over the inner dimension in ascending order: chains of
- * CHAIN fused multiply-adds, each begun at zero, are added up in order. Neither the number of rows nor the width of a
- * vector enters, so one row or a thousand, on any ISA, get the same bits.
+ * CHAIN fused multiply-adds, each begun at zero, are added two by two, and these pairs in order. Neither the number of rows
+ * nor the width of a vector enters, so one row or a thousand, on any ISA, get the same bits.
  *
- * A chain of a score is made of two strands, its first half (the longer one of an odd number) and its second, each begun at
- * zero, then added. They run side by side, so a register tile has half as many rows; narrow tiles compute them in turn.
+ * Scores, whose errors count for more, have chains half as long: a chain of theirs is a pair of its first half (the longer
+ * one of an odd number) and its second.
+ *
+ * The two strands of a pair run side by side, so a register tile has half as many rows and takes twice as many steps before
+ * its sums are stored; narrow tiles compute them in turn.
  */
 #ifndef RAPT_CPU_KERNELS_PRODUCT_H
 #define RAPT_CPU_KERNELS_PRODUCT_H
@@ -17,21 +20,23 @@
 #include "kernels.h"
 #include "vec.h"
 
-_Static_assert(STRANDS == 2, "halves of a chain");
+_Static_assert(STRANDS == 2, "a pair");
 
 enum { LINE = 64 / sizeof(real) }; /* reals of a line of the cache */
 
-/* What becomes of sums: c = before + sum + bias. A NULL is left out. */
+/* What becomes of sums: c = before + (first + sum) + bias. A NULL is left out. */
 typedef struct sums_to {
-    const real *before; /* sums of the chains so far, rows apart by ld_before */
+    const real *before; /* sums of the pairs so far, rows apart by ld_before */
     int64_t ld_before;
-    const real *bias; /* [columns] */
+    const real *first; /* sums of a pair's first chain, rows apart by PANEL */
+    const real *bias;  /* [columns] */
     real *c;
     int64_t ldc;
 } sums_to;
 
 INLINE sums_to sums_to_tile(sums_to to, int64_t row, int64_t column) {
     if (to.before != NULL) to.before += row * to.ld_before + column;
+    if (to.first != NULL) to.first += row * PANEL + column;
     if (to.bias != NULL) to.bias += column;
     to.c += row * to.ldc + column;
     return to;
@@ -59,10 +64,11 @@ INLINE void fetch_ahead(const number_kind kind, matrix b, int64_t at) {
     __builtin_prefetch((const char *)b.data + at * (int64_t)(kind == REALS ? sizeof(real) : 2), 0, 2);
 }
 
-/* Element [row][inner] of A is data[row * row_stride + inner * inner_stride]; one of the two is 1. */
+/* Element [row][inner] of A is data[row * row_stride + inner * inner_stride]; one of the two is 1. All of the second strand
+ * is `gap` elements further on. */
 typedef struct left_matrix {
     const real *data;
-    int64_t row_stride, inner_stride;
+    int64_t row_stride, inner_stride, gap;
 } left_matrix;
 
 INLINE left_matrix from_row(left_matrix a, int64_t row) {
@@ -79,7 +85,7 @@ typedef struct fetching {
     int64_t step; /* in bytes */
 } fetching;
 
-/* What is wanted soon, if there is something; else rows that the next chain will need, a line of each in every register
+/* What is wanted soon, if there is something; else rows that the next product will need, a line of each in every register
  * tile (or, of S strands, in S tiles, since they take 1 / S of the steps): four tiles fetch those of B; if A is transposed,
  * so that its rows are as far apart, the next four fetch those. */
 INLINE fetching fetch_for(const number_kind kind, const int S, const int V, int64_t tile, int64_t inner, left_matrix a,
@@ -95,11 +101,11 @@ INLINE fetching fetch_for(const number_kind kind, const int S, const int V, int6
         if (soon->range[last].bytes <= 0) soon->count = last;
         return ahead;
     }
-    if (a.row_stride == 1 && tile % 8 >= 4) {
-        const real *next = a.data + CHAIN * a.inner_stride + line;
+    int64_t row = inner + tile % S * (inner / S);
+    if (a.row_stride == 1 && tile / S % 8 >= 4) {
+        const real *next = a.data + row * a.inner_stride + line;
         return (fetching){(const char *)next, a.inner_stride * (int64_t)sizeof(real)};
     }
-    int64_t row = CHAIN + tile % S * (inner / S);
     return (fetching){(const char *)b.data + (row * b.ld + column + line) * size, b.ld * size};
 }
 
@@ -118,32 +124,33 @@ INLINE void micro_term(const number_kind kind, const int R, const int V, const b
     }
 }
 
-/* One register tile over one chain of S strands. S, R and V are constants at every call, so the loops over them unroll and
- * `sums` lives in registers. */
-INLINE void micro_tile(const number_kind kind, const int S, const int R, const int V, int64_t inner, left_matrix a,
-                       matrix b, int64_t column, fetching ahead, sums_to to) {
+/* One register tile over S strands, of which the first has `strand` terms and the second no more. S, R and V are constants
+ * at every call, so the loops over them unroll and `sums` lives in registers. */
+INLINE void micro_tile(const number_kind kind, const int S, const int R, const int V, int64_t inner, int64_t strand,
+                       left_matrix a, matrix b, int64_t column, fetching ahead, sums_to to) {
     micro_sums sums[STRANDS];
     UNROLL for (int s = 0; s < S; s++) {
         UNROLL for (int r = 0; r < R; r++) { UNROLL for (int v = 0; v < V; v++) sums[s][r][v] = v_zero(); }
     }
-    const int64_t strand = (inner + S - 1) / S, steps = inner / S;
-    if (strands_in_turn(S, V)) {
-        UNROLL for (int s = 0; s < S; s++) {
-            int64_t end = s == 0 ? strand : inner;
-            for (int64_t k = s * strand; k < end; k++) micro_term(kind, R, V, true, k, a, b, column, ahead, sums[s]);
-        }
-    } else {
-        for (int64_t k = 0; k < steps; k++) {
-            UNROLL for (int s = 0; s < S; s++) {
-                micro_term(kind, R, V, s == 0, k + s * strand, a, b, column, ahead, sums[s]);
-            }
-        }
-        if (steps < strand) micro_term(kind, R, V, true, steps, a, b, column, ahead, sums[0]);
+    const bool in_turn = strands_in_turn(S, V);
+    left_matrix second = a;
+    second.data += a.gap;
+    int64_t k = 0;
+    for (; k < inner - strand && !in_turn; k++) {
+        micro_term(kind, R, V, true, k, a, b, column, ahead, sums[0]);
+        micro_term(kind, R, V, false, strand + k, second, b, column, ahead, sums[1]);
     }
+    for (; k < strand; k++) micro_term(kind, R, V, true, k, a, b, column, ahead, sums[0]);
+    for (; k < inner && in_turn && S > 1; k++) micro_term(kind, R, V, true, k, second, b, column, ahead, sums[1]);
     UNROLL for (int r = 0; r < R && S > 1; r++) {
         UNROLL for (int v = 0; v < V; v++) sums[0][r][v] = v_add(sums[0][r][v], sums[1][r][v]);
     }
     vec(*sum)[MICRO_VECTORS] = sums[0];
+    if (to.first != NULL) {
+        UNROLL for (int r = 0; r < R; r++) {
+            UNROLL for (int v = 0; v < V; v++) sum[r][v] = v_add(v_load(to.first + r * PANEL + v * LANES), sum[r][v]);
+        }
+    }
     if (to.before != NULL) {
         UNROLL for (int r = 0; r < R; r++) {
             UNROLL for (int v = 0; v < V; v++) {
@@ -162,14 +169,14 @@ INLINE void micro_tile(const number_kind kind, const int S, const int R, const i
 }
 
 /* All row counts for a constant number of vectors, from a column of B on. */
-INLINE void micro_rows(const number_kind kind, const int S, const int V, int64_t rows, int64_t inner, left_matrix a,
-                       matrix b, int64_t column, rapt_soon *soon, sums_to to) {
+INLINE void micro_rows(const number_kind kind, const int S, const int V, int64_t rows, int64_t inner, int64_t strand,
+                       left_matrix a, matrix b, int64_t column, rapt_soon *soon, sums_to to) {
     const int ROWS = strands_in_turn(S, V) ? MICRO_ROWS : MICRO_ROWS / S;
     int64_t r = 0, tile = 0;
     to = sums_to_tile(to, 0, column);
     for (; r + ROWS <= rows; r += ROWS) {
         fetching ahead = fetch_for(kind, S, V, tile++, inner, a, b, column, soon);
-        micro_tile(kind, S, ROWS, V, inner, from_row(a, r), b, column, ahead, sums_to_tile(to, r, 0));
+        micro_tile(kind, S, ROWS, V, inner, strand, from_row(a, r), b, column, ahead, sums_to_tile(to, r, 0));
     }
     fetching ahead = fetch_for(kind, S, V, tile, inner, a, b, column, NULL);
     a = from_row(a, r);
@@ -177,74 +184,154 @@ INLINE void micro_rows(const number_kind kind, const int S, const int V, int64_t
     switch (rows - r) {
 #if MICRO_ROWS > 4
     case 5:
-        if (ROWS > 5) micro_tile(kind, S, 5, V, inner, a, b, column, ahead, to);
+        if (ROWS > 5) micro_tile(kind, S, 5, V, inner, strand, a, b, column, ahead, to);
         break;
     case 4:
-        if (ROWS > 4) micro_tile(kind, S, 4, V, inner, a, b, column, ahead, to);
+        if (ROWS > 4) micro_tile(kind, S, 4, V, inner, strand, a, b, column, ahead, to);
         break;
 #endif
     case 3:
-        if (ROWS > 3) micro_tile(kind, S, 3, V, inner, a, b, column, ahead, to);
+        if (ROWS > 3) micro_tile(kind, S, 3, V, inner, strand, a, b, column, ahead, to);
         break;
     case 2:
-        if (ROWS > 2) micro_tile(kind, S, 2, V, inner, a, b, column, ahead, to);
+        if (ROWS > 2) micro_tile(kind, S, 2, V, inner, strand, a, b, column, ahead, to);
         break;
-    case 1: micro_tile(kind, S, 1, V, inner, a, b, column, ahead, to); break;
+    case 1: micro_tile(kind, S, 1, V, inner, strand, a, b, column, ahead, to); break;
     default: break;
     }
 }
 
-INLINE void chain_of_kind(const number_kind kind, const int S, int64_t rows, int64_t inner, left_matrix a, matrix b,
-                          int64_t columns, rapt_soon *soon, sums_to to) {
+INLINE void product_of_kind(const number_kind kind, const int S, int64_t rows, int64_t inner, int64_t strand,
+                            left_matrix a, matrix b, int64_t columns, rapt_soon *soon, sums_to to) {
     int64_t j = 0;
     for (; j + MICRO_VECTORS * LANES <= columns; j += MICRO_VECTORS * LANES) {
-        micro_rows(kind, S, MICRO_VECTORS, rows, inner, a, b, j, soon, to);
+        micro_rows(kind, S, MICRO_VECTORS, rows, inner, strand, a, b, j, soon, to);
     }
     /* What is left is a multiple of COLUMNS, so only wide vectors get here. */
 #if LANES == 16
-    if (columns - j == 3 * LANES) micro_rows(kind, S, 3, rows, inner, a, b, j, soon, to);
-    if (columns - j == 1 * LANES) micro_rows(kind, S, 1, rows, inner, a, b, j, soon, to);
+    if (columns - j == 3 * LANES) micro_rows(kind, S, 3, rows, inner, strand, a, b, j, soon, to);
+    if (columns - j == 1 * LANES) micro_rows(kind, S, 1, rows, inner, strand, a, b, j, soon, to);
 #endif
 #if LANES >= 8
-    if (columns - j == 2 * LANES) micro_rows(kind, S, 2, rows, inner, a, b, j, soon, to);
+    if (columns - j == 2 * LANES) micro_rows(kind, S, 2, rows, inner, strand, a, b, j, soon, to);
 #endif
 }
 
+/* One chain. */
 static void product_chain(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
                           int64_t columns, rapt_soon *soon, sums_to to) {
-    chain_of_kind(REALS, 1, rows, inner, (left_matrix){a, lda, 1}, (matrix){b, ldb}, columns, soon, to);
+    product_of_kind(REALS, 1, rows, inner, inner, (left_matrix){a, lda, 1, 0}, (matrix){b, ldb}, columns, soon, to);
 }
 
-/* The same in two strands. */
-static void score_chain(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
-                        int64_t columns, rapt_soon *soon, sums_to to) {
-    chain_of_kind(REALS, STRANDS, rows, inner, (left_matrix){a, lda, 1}, (matrix){b, ldb}, columns, soon, to);
-}
-
-/* A [inner, rows], inner apart by lda. */
+/* With A [inner, rows], inner apart by lda. */
 static void product_chain_transposed(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b,
                                      int64_t ldb, int64_t columns, rapt_soon *soon, sums_to to) {
-    chain_of_kind(REALS, 1, rows, inner, (left_matrix){a, 1, lda}, (matrix){b, ldb}, columns, soon, to);
+    product_of_kind(REALS, 1, rows, inner, inner, (left_matrix){a, 1, lda, 0}, (matrix){b, ldb}, columns, soon, to);
 }
 
-/* The same with B of 16-bit numbers, for up to MICRO_ROWS rows. */
-INLINE void narrow_chain_of(const int S, rapt_dtype dtype, int64_t rows, int64_t inner, const real *a, int64_t lda,
-                            const uint16_t *b, int64_t ldb, int64_t columns, sums_to to) {
-    if (dtype == RAPT_F16) {
-        chain_of_kind(HALVES, S, rows, inner, (left_matrix){a, lda, 1}, (matrix){b, ldb}, columns, NULL, to);
-    } else {
-        chain_of_kind(BRAIN_HALVES, S, rows, inner, (left_matrix){a, lda, 1}, (matrix){b, ldb}, columns, NULL, to);
+/* The halves of a score's chain. */
+static void score_chain(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
+                        int64_t columns, rapt_soon *soon, sums_to to) {
+    product_of_kind(REALS, STRANDS, rows, inner, (inner + 1) / STRANDS, (left_matrix){a, lda, 1, 0}, (matrix){b, ldb},
+                    columns, soon, to);
+}
+
+#if MICRO_VECTORS * LANES >= RAPT_PANEL
+/* Two chains. */
+static void product_strands(int64_t rows, int64_t inner, const real *a, int64_t lda, int64_t gap, const real *b,
+                            int64_t ldb, int64_t columns, sums_to to) {
+    product_of_kind(REALS, STRANDS, rows, inner, CHAIN, (left_matrix){a, lda, 1, gap}, (matrix){b, ldb}, columns, NULL,
+                    to);
+}
+
+static void product_strands_transposed(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b,
+                                       int64_t ldb, int64_t columns, sums_to to) {
+    product_of_kind(REALS, STRANDS, rows, inner, CHAIN, (left_matrix){a, 1, lda, 0}, (matrix){b, ldb}, columns, NULL,
+                    to);
+}
+#else
+/* Side by side, a register tile narrower than a panel would touch a line or two in each of 128 rows of B, more than the
+ * sets of the nearest cache hold where those are. So all rows get the one chain, then the other. */
+INLINE void chains_in_turn(const bool transposed, int64_t rows, int64_t inner, left_matrix a, const real *b,
+                           int64_t ldb, int64_t columns, sums_to to) {
+    enum { MOST = 8 * MICRO_ROWS };
+    real sums[MOST * PANEL];
+    for (int64_t r = 0; r < rows; r += MOST) {
+        int64_t count = rows - r < MOST ? rows - r : MOST;
+        const real *first = a.data + r * a.row_stride, *second = first + CHAIN * a.inner_stride + a.gap;
+        sums_to then = sums_to_tile(to, r, 0);
+        then.first = sums;
+        if (transposed) {
+            product_chain_transposed(count, CHAIN, first, a.inner_stride, b, ldb, columns, NULL,
+                                     (sums_to){.c = sums, .ldc = PANEL});
+            product_chain_transposed(count, inner - CHAIN, second, a.inner_stride, b + CHAIN * ldb, ldb, columns, NULL,
+                                     then);
+        } else {
+            product_chain(count, CHAIN, first, a.row_stride, b, ldb, columns, NULL, (sums_to){.c = sums, .ldc = PANEL});
+            product_chain(count, inner - CHAIN, second, a.row_stride, b + CHAIN * ldb, ldb, columns, NULL, then);
+        }
     }
 }
 
-static void narrow_chain(rapt_dtype dtype, int64_t rows, int64_t inner, const real *a, int64_t lda, const uint16_t *b,
-                         int64_t ldb, int64_t columns, sums_to to) {
-    narrow_chain_of(1, dtype, rows, inner, a, lda, b, ldb, columns, to);
+static void product_strands(int64_t rows, int64_t inner, const real *a, int64_t lda, int64_t gap, const real *b,
+                            int64_t ldb, int64_t columns, sums_to to) {
+    chains_in_turn(false, rows, inner, (left_matrix){a, lda, 1, gap}, b, ldb, columns, to);
 }
 
-static void narrow_score_chain(rapt_dtype dtype, int64_t rows, int64_t inner, const real *a, int64_t lda,
+static void product_strands_transposed(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b,
+                                       int64_t ldb, int64_t columns, sums_to to) {
+    chains_in_turn(true, rows, inner, (left_matrix){a, 1, lda, 0}, b, ldb, columns, to);
+}
+#endif
+
+/* A pair of chains, or less. */
+INLINE void product_pair(int64_t rows, int64_t inner, const real *a, int64_t lda, int64_t gap, const real *b,
+                         int64_t ldb, int64_t columns, sums_to to) {
+    if (inner <= CHAIN) {
+        product_chain(rows, inner, a, lda, b, ldb, columns, NULL, to);
+    } else {
+        product_strands(rows, inner, a, lda, gap, b, ldb, columns, to);
+    }
+}
+
+INLINE void product_pair_transposed(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
+                                    int64_t columns, sums_to to) {
+    if (inner <= CHAIN) {
+        product_chain_transposed(rows, inner, a, lda, b, ldb, columns, NULL, to);
+    } else {
+        product_strands_transposed(rows, inner, a, lda, b, ldb, columns, to);
+    }
+}
+
+/* The same with B of 16-bit numbers, for up to MICRO_ROWS rows. */
+INLINE void narrow_product(const int S, rapt_dtype dtype, int64_t rows, int64_t inner, int64_t strand, const real *a,
+                           int64_t lda, const uint16_t *b, int64_t ldb, int64_t columns, sums_to to) {
+    left_matrix left = {a, lda, 1, 0};
+    matrix right = {b, ldb};
+    if (dtype == RAPT_F16) {
+        product_of_kind(HALVES, S, rows, inner, strand, left, right, columns, NULL, to);
+    } else {
+        product_of_kind(BRAIN_HALVES, S, rows, inner, strand, left, right, columns, NULL, to);
+    }
+}
+
+static void narrow_strands(rapt_dtype dtype, int64_t rows, int64_t inner, int64_t strand, const real *a, int64_t lda,
+                           const uint16_t *b, int64_t ldb, int64_t columns, sums_to to) {
+    narrow_product(STRANDS, dtype, rows, inner, strand, a, lda, b, ldb, columns, to);
+}
+
+static void narrow_pair(rapt_dtype dtype, int64_t rows, int64_t inner, const real *a, int64_t lda, const uint16_t *b,
+                        int64_t ldb, int64_t columns, sums_to to) {
+    if (inner <= CHAIN) {
+        narrow_product(1, dtype, rows, inner, inner, a, lda, b, ldb, columns, to);
+    } else {
+        narrow_strands(dtype, rows, inner, CHAIN, a, lda, b, ldb, columns, to);
+    }
+}
+
+INLINE void narrow_score_chain(rapt_dtype dtype, int64_t rows, int64_t inner, const real *a, int64_t lda,
                                const uint16_t *b, int64_t ldb, int64_t columns, sums_to to) {
-    narrow_chain_of(STRANDS, dtype, rows, inner, a, lda, b, ldb, columns, to);
+    narrow_strands(dtype, rows, inner, (inner + 1) / STRANDS, a, lda, b, ldb, columns, to);
 }
 
 /* All chains of scores. Chains outside, rows inside: the rows of B of one chain stay in the nearest cache for all rows of

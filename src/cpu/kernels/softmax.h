@@ -114,26 +114,41 @@ INLINE void weigh_columns(const int R, const int STEPS, real *t, bool mark_maske
     }
 }
 
+INLINE void raise_largest(const int R, const real *t, vec largest[]) {
+    UNROLL for (int v = 0; v < R * VECTORS; v++) {
+        vec score = v_load(t + v / VECTORS * CUT + v % VECTORS * LANES);
+        largest[v] = v_max_or_second(score, largest[v]); /* drops NaN */
+    }
+}
+
 /* Scores t[begin, end) of R rows, CUT apart, to weights in place; begin and end are multiples of COLUMNS. `reference` holds
  * the rows' largest scores and gets the powers that weights are relative to, `sum` gets their sums. Masked scores are
- * -inf; with mark_masked the weight of a masked key is -0 instead of +0. */
-INLINE void softmax_rows(const int R, real *t, int64_t begin, int64_t end, bool mark_masked, real *reference,
-                         real *sum) {
+ * -inf; with mark_masked the weight of a masked key is -0 instead of +0. If it looks ahead (with
+ * ROWS_IN_STEP rows), reference[R] and so on get the largest scores of the next R: finding those takes none of the
+ * multipliers, which weights keep busy. */
+INLINE void softmax_rows(const int R, const bool looks_ahead, real *t, int64_t begin, int64_t end, bool mark_masked,
+                         real *reference, real *sum) {
     enum { MOST = ROWS_IN_STEP * VECTORS };
     const int vectors = R * VECTORS, STEPS = vectors < IN_STEP ? IN_STEP / vectors : 1;
-    vec power[MOST], partial[MOST];
+    vec power[MOST], partial[MOST], largest[MOST];
     UNROLL for (int v = 0; v < vectors; v++) {
         power[v] = v_round(v_all(reference[v / VECTORS]));
         partial[v] = v_zero();
+        largest[v] = v_all((real)-INFINITY);
     }
     int64_t c = begin;
     for (; c + STEPS * COLUMNS <= end; c += STEPS * COLUMNS) {
+        if (looks_ahead) raise_largest(R, t + R * CUT + c, largest);
         weigh_columns(R, STEPS, t + c, mark_masked, power, partial);
     }
     for (; c < end; c += COLUMNS) weigh_columns(R, 1, t + c, mark_masked, power, partial);
     UNROLL for (int r = 0; r < R; r++) {
         reference[r] = v_first(power[r * VECTORS]); /* the same in every lane */
         sum[r] = sum_of_columns(partial + r * VECTORS);
+        if (!looks_ahead) continue;
+        vec all = largest[r * VECTORS];
+        for (int v = 1; v < VECTORS; v++) all = v_max_or_second(all, largest[r * VECTORS + v]);
+        reference[R + r] = v_largest(all);
     }
 }
 
@@ -143,7 +158,7 @@ INLINE void softmax_row(real *t, int64_t begin, int64_t end, bool mark_masked, r
         for (int64_t c = begin; c < end; c += LANES) v_store(t + c, v_all((real)-0.0));
         *sum = 0;
     } else {
-        softmax_rows(1, t, begin, end, mark_masked, reference, sum);
+        softmax_rows(1, false, t, begin, end, mark_masked, reference, sum);
     }
 }
 
