@@ -43,24 +43,22 @@ INLINE void stream_rows(const number_kind kind, const int R, int64_t count, cons
     }
 }
 
-INLINE void stream_add(const int R, stream_sums sum, stream_sums other) {
+INLINE void stream_add(const int R, stream_sums sum, const real *from, int64_t stride) {
     const int V = VECTORS_FOR(R);
-    UNROLL for (int r = 0; r < R; r++) { UNROLL for (int v = 0; v < V; v++) sum[r][v] = v_add(sum[r][v], other[r][v]); }
+    UNROLL for (int r = 0; r < R; r++) {
+        UNROLL for (int v = 0; v < V; v++) sum[r][v] = v_add(v_load(from + r * stride + v * LANES), sum[r][v]);
+    }
+}
+
+INLINE void stream_store(const int R, stream_sums sum, real *to, int64_t stride) {
+    const int V = VECTORS_FOR(R);
+    UNROLL for (int r = 0; r < R; r++) {
+        UNROLL for (int v = 0; v < V; v++) v_store(to + r * stride + v * LANES, sum[r][v]);
+    }
 }
 
 /* In memory a chain ahead, in a cache not at all: that is read as fast without. */
 INLINE int64_t stream_ahead(const attn_keys *keys) { return keys->is_far ? CHAIN * PANEL : 0; }
-
-/* The sums of the first chain are stored, those of the others added. */
-INLINE void stream_store(const int R, bool is_first, stream_sums sum, real *to, int64_t stride) {
-    const int V = VECTORS_FOR(R);
-    UNROLL for (int r = 0; r < R; r++) {
-        UNROLL for (int v = 0; v < V; v++) {
-            real *at = to + r * stride + v * LANES;
-            v_store(at, is_first ? sum[r][v] : v_add(v_load(at), sum[r][v]));
-        }
-    }
-}
 
 /* Scores [R][CUT] of all keys. A panel is there as a whole in a cache, so its last columns may be anything. */
 INLINE void stream_scores(const number_kind kind, const int R, const attn_keys *keys, int64_t dim, const real *q,
@@ -71,37 +69,50 @@ INLINE void stream_scores(const number_kind kind, const int R, const attn_keys *
         for (int at = 0; at < PANEL; at += VECTORS_FOR(R) * LANES) {
             for (int64_t d = 0; d < dim; d += CHAIN) {
                 int64_t count = dim - d < CHAIN ? dim - d : CHAIN, half = (count + 1) / STRANDS;
-                int64_t first = c * dim + d * PANEL + at;
-                stream_sums sum, second;
+                real first[STREAM_ROWS * PANEL], *to = scores + c + at; /* first: the sums of the first half */
+                stream_sums sum;
                 stream_clear(R, sum);
-                stream_rows(kind, R, half, q + d, dim, k, first, ahead, sum);
-                stream_clear(R, second);
-                stream_rows(kind, R, count - half, q + d + half, dim, k, first + half * PANEL, ahead, second);
-                stream_add(R, sum, second);
-                stream_store(R, d == 0, sum, scores + c + at, CUT);
+                stream_rows(kind, R, half, q + d, dim, k, c * dim + d * PANEL + at, ahead, sum);
+                stream_store(R, sum, first, PANEL);
+                stream_clear(R, sum);
+                stream_rows(kind, R, count - half, q + d + half, dim, k, c * dim + (d + half) * PANEL + at, ahead, sum);
+                stream_add(R, sum, first, PANEL);
+                if (d > 0) stream_add(R, sum, to, CUT);
+                stream_store(R, sum, to, CUT);
             }
         }
     }
 }
 
-/* Values of PANEL dimensions from d on, weighed. The first time, `t` holds scores, which become weights relative to
- * 2^power; `total` adds them up. */
+/* sum[r] = the chain of values from key `first` on, weighed, from element `at` of a row on. If `t` holds scores yet, they
+ * become weights relative to 2^power, and `total` adds them up. */
+INLINE void stream_chain(const number_kind kind, const int R, const attn_keys *keys, int64_t first, int64_t at,
+                         bool has_scores, real *t, const vec power[], vec total[], stream_sums sum) {
+    const int64_t ahead = stream_ahead(keys), end = keys->keys - first < CHAIN ? keys->keys : first + CHAIN;
+    stream_clear(R, sum);
+    for (int64_t c = first; c < end; c += COLUMNS) {
+        if (has_scores) weigh_columns(R, 1, t + c, false, power, total);
+        stream_rows(kind, R, end - c < COLUMNS ? end - c : COLUMNS, t + c, CUT, (matrix){keys->v, PANEL},
+                    c * PANEL + at, ahead, sum);
+    }
+}
+
+/* Values of PANEL dimensions from d on, weighed; before the first of them, `t` holds scores. */
 INLINE void stream_values(const number_kind kind, const int R, const attn_keys *keys, int64_t d, real *t,
                           const vec power[], vec total[], real *out, int64_t out_stride) {
-    const matrix values = {keys->v, PANEL};
-    const int64_t ahead = stream_ahead(keys);
     for (int at = 0; at < PANEL; at += VECTORS_FOR(R) * LANES) {
+        const bool has_scores = d + at == 0;
         for (int64_t k = 0; k < keys->keys; k += PAIR) {
-            stream_sums sum, second;
-            stream_clear(R, sum);
-            stream_clear(R, second);
-            for (int64_t c = k; c < k + PAIR && c < keys->keys; c += COLUMNS) {
-                if (d + at == 0) weigh_columns(R, 1, t + c, false, power, total);
-                stream_rows(kind, R, keys->keys - c < COLUMNS ? keys->keys - c : COLUMNS, t + c, CUT, values,
-                            d * CUT + c * PANEL + at, ahead, c < k + CHAIN ? sum : second);
+            real first[STREAM_ROWS * PANEL], *to = out + d + at; /* first: the sums of a pair's first chain */
+            stream_sums sum;
+            stream_chain(kind, R, keys, k, d * CUT + at, has_scores, t, power, total, sum);
+            if (k + CHAIN < keys->keys) {
+                stream_store(R, sum, first, PANEL);
+                stream_chain(kind, R, keys, k + CHAIN, d * CUT + at, has_scores, t, power, total, sum);
+                stream_add(R, sum, first, PANEL);
             }
-            stream_add(R, sum, second);
-            stream_store(R, k == 0, sum, out + d + at, out_stride);
+            if (k > 0) stream_add(R, sum, to, out_stride);
+            stream_store(R, sum, to, out_stride);
         }
     }
 }
