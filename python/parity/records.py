@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +15,6 @@ BOUND = {"f32": 1e-5, "f64": 1e-13, "bf16": 8e-2, "f16": 1e-2}  # no configurati
 TIMES = 4  # and this many of PyTorch's, which is what counts where scores are large
 SCALE = float(os.environ.get("RAPT_PARITY_SCALE", "1"))  # of the number of configurations
 DRAWS = 8  # of a configuration's numbers: the error of a single one has a long tail, and maxima would compare luck
-FURTHEST, DRAWS_OF_FURTHEST = 2, 64  # configurations, by each side's errors, that are drawn anew for the maximum
 
 
 class Errors(NamedTuple):
@@ -42,7 +39,6 @@ class Entry:
 
     case: Any
     draws: Any
-    errors_of: Callable[[Any], Errors]
 
 
 @dataclass
@@ -54,7 +50,7 @@ class Row:
     kind: str
     count: int
     percentile: Errors  # the 99th of all draws
-    maximum: Errors  # of the means over many draws of the configurations that are furthest off
+    maximum: Errors  # of the configurations' means over their draws
     largest: Errors  # of a single draw
     worst: Entry  # the configuration of Rapt's maximum
 
@@ -68,9 +64,9 @@ def long(tensor: torch.Tensor) -> Any:
     return tensor.detach().double().numpy().astype(np.longdouble)
 
 
-def several(errors_of: Callable[[Any], Errors], case: Any, first: int, count: int) -> list[Errors]:
-    """The errors of some draws of a configuration, whose seeds are all even, or all odd."""
-    return [errors_of(replace(case, seed=case.seed + 1_000_002 * i)) for i in range(first, first + count)]
+def seeds(seed: int) -> list[int]:
+    """One for each draw of a configuration; all even, or all odd."""
+    return [seed + 1_000_002 * i for i in range(DRAWS)]
 
 
 def kind_of(name: str) -> str:
@@ -78,24 +74,13 @@ def kind_of(name: str) -> str:
     return "gradients" if name.startswith("d_") else "weights" if name == "weights" else "output"
 
 
-def without_nan(draws: list[Errors]) -> list[Errors]:
-    """Those without a NaN of PyTorch's."""
-    return [draw for draw in draws if all(np.isfinite(e) for e in draw.torch.values())]
+def record(function: str, case: Any, draws: list[Errors]) -> None:
+    """Takes a configuration into the table, with the mean of its draws, and judges Rapt's errors.
 
-
-def worst_of_kind(kind: str, draws: list[Errors]) -> Any:
-    """The worst of a kind of result, [draws, sides]."""
-    return np.array([[max(e for n, e in side.items() if kind_of(n) == kind) for side in draw] for draw in draws])
-
-
-def record(function: str, errors_of: Callable[[Any], Errors], case: Any) -> None:
-    """Draws a configuration, takes it into the table, and judges Rapt's errors by the mean of its draws.
-
-    errors_of gives the sides' errors by the names of results. Those with a NaN of PyTorch's are judged, but not taken.
+    Each draw has the sides' errors by the names of results. Those with a NaN of PyTorch's are judged, but not taken.
     """
     configurations[function] += 1
-    draws = several(errors_of, case, 0, DRAWS)
-    usable = without_nan(draws)
+    usable = [draw for draw in draws if all(np.isfinite(e) for e in draw.torch.values())]
     for name in draws[0].rapt:
         error = np.mean([draw.rapt[name] for draw in draws])
         theirs = np.mean([draw.torch[name] for draw in usable]) if usable else 0.0
@@ -104,30 +89,19 @@ def record(function: str, errors_of: Callable[[Any], Errors], case: Any) -> None
     if not usable:
         return
     for kind in {kind_of(name) for name in draws[0].rapt}:
-        _entries[function, case.dtype, kind].append(Entry(case, worst_of_kind(kind, usable), errors_of))
+        # the worst of this kind of result, for each draw and side
+        largest = [[max(e for name, e in side.items() if kind_of(name) == kind) for side in draw] for draw in usable]
+        _entries[function, case.dtype, kind].append(Entry(case, np.array(largest)))
 
 
-def furthest(kind: str, entries: list[Entry]) -> list[Entry]:
-    """The configurations that are furthest off by any side's errors, drawn anew: few draws chose them, by luck too."""
-    means = np.array([entry.draws.mean(0) for entry in entries])
-    result = []
-    for i in sorted(set(np.argsort(means, 0)[-FURTHEST:].ravel().tolist())):
-        entry = entries[i]
-        draws = without_nan(several(entry.errors_of, entry.case, DRAWS, DRAWS_OF_FURTHEST))
-        result.append(replace(entry, draws=worst_of_kind(kind, draws)) if draws else entry)
-    return result
-
-
-@cache
 def rows() -> list[Row]:
-    """The table, once all is recorded."""
+    """The table."""
     result = []
     for key, entries in sorted(_entries.items()):
         pool = np.concatenate([entry.draws for entry in entries])
-        again = furthest(key[2], entries)
-        maximum = np.max([entry.draws.mean(0) for entry in again], 0)
+        maximum = np.max([entry.draws.mean(0) for entry in entries], 0)
         sides = (Errors(*e) for e in (np.percentile(pool, 99, axis=0), maximum, pool.max(0)))
-        worst = max(again, key=lambda entry: float(entry.draws[:, 0].mean()))
+        worst = max(entries, key=lambda entry: float(entry.draws[:, 0].mean()))
         result.append(Row(*key, len(entries), *sides, worst))
     return result
 
