@@ -18,7 +18,10 @@ from torch.nn import functional as F
 torch.manual_seed(1)
 torch.set_num_threads(1)  # for both, so that the times compare the code; more help only models larger than these
 rapt.set_num_threads(1)
-layer = nn.TransformerEncoderLayer(d_model=128, nhead=4, dim_feedforward=256, dropout=0.0, batch_first=True)
+layer = nn.TransformerEncoderLayer(
+    d_model=128, nhead=4, dim_feedforward=256, dropout=0.0, batch_first=True,
+    activation="gelu",  # a rounding may tip a ReLU over its kink, and then gradients differ by what one unit gives
+)  # fmt: skip
 theirs = nn.TransformerEncoder(layer, num_layers=6)
 ours = copy.deepcopy(theirs)
 

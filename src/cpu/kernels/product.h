@@ -11,8 +11,8 @@
  * Scores, whose errors count for more, have chains half as long: a chain of theirs is a pair of its first half (the longer
  * one of an odd number) and its second.
  *
- * The two strands of a pair run side by side, so a register tile has half as many rows and takes twice as many steps before
- * its sums are stored; narrow tiles compute them in turn.
+ * Where the two strands of a pair run side by side, a register tile has half as many rows and takes twice as many steps
+ * before its sums are stored; narrow tiles compute them in turn.
  */
 #ifndef RAPT_CPU_KERNELS_PRODUCT_H
 #define RAPT_CPU_KERNELS_PRODUCT_H
@@ -236,22 +236,16 @@ static void score_chain(int64_t rows, int64_t inner, const real *a, int64_t lda,
                     columns, soon, to);
 }
 
+/* Whether the two chains of a pair run side by side. Where tiles are narrower than a panel, one would touch a line or two
+ * in each of 128 rows of B, more than the sets of the nearest cache hold where those are. And what it saves, many stores at
+ * once, stops the multipliers of AMD's CPUs; those of Intel's rather lack slots for its additional loads. */
 #if MICRO_VECTORS * LANES >= RAPT_PANEL
-/* Two chains. */
-static void product_strands(int64_t rows, int64_t inner, const real *a, int64_t lda, int64_t gap, const real *b,
-                            int64_t ldb, int64_t columns, sums_to to) {
-    product_of_kind(REALS, STRANDS, rows, inner, CHAIN, (left_matrix){a, lda, 1, gap}, (matrix){b, ldb}, columns, NULL,
-                    to);
-}
-
-static void product_strands_transposed(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b,
-                                       int64_t ldb, int64_t columns, sums_to to) {
-    product_of_kind(REALS, STRANDS, rows, inner, CHAIN, (left_matrix){a, 1, lda, 0}, (matrix){b, ldb}, columns, NULL,
-                    to);
-}
+INLINE bool pairs_side_by_side(void) { return __builtin_cpu_is("amd"); }
 #else
-/* Side by side, a register tile narrower than a panel would touch a line or two in each of 128 rows of B, more than the
- * sets of the nearest cache hold where those are. So all rows get the one chain, then the other. */
+INLINE bool pairs_side_by_side(void) { return false; }
+#endif
+
+/* All rows get the one chain, then the other. */
 INLINE void chains_in_turn(const bool transposed, int64_t rows, int64_t inner, left_matrix a, const real *b,
                            int64_t ldb, int64_t columns, sums_to to) {
     enum { MOST = 8 * MICRO_ROWS };
@@ -273,16 +267,26 @@ INLINE void chains_in_turn(const bool transposed, int64_t rows, int64_t inner, l
     }
 }
 
+/* Two chains. */
 static void product_strands(int64_t rows, int64_t inner, const real *a, int64_t lda, int64_t gap, const real *b,
                             int64_t ldb, int64_t columns, sums_to to) {
-    chains_in_turn(false, rows, inner, (left_matrix){a, lda, 1, gap}, b, ldb, columns, to);
+    left_matrix left = {a, lda, 1, gap};
+    if (pairs_side_by_side()) {
+        product_of_kind(REALS, STRANDS, rows, inner, CHAIN, left, (matrix){b, ldb}, columns, NULL, to);
+    } else {
+        chains_in_turn(false, rows, inner, left, b, ldb, columns, to);
+    }
 }
 
 static void product_strands_transposed(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b,
                                        int64_t ldb, int64_t columns, sums_to to) {
-    chains_in_turn(true, rows, inner, (left_matrix){a, 1, lda, 0}, b, ldb, columns, to);
+    left_matrix left = {a, 1, lda, 0};
+    if (pairs_side_by_side()) {
+        product_of_kind(REALS, STRANDS, rows, inner, CHAIN, left, (matrix){b, ldb}, columns, NULL, to);
+    } else {
+        chains_in_turn(true, rows, inner, left, b, ldb, columns, to);
+    }
 }
-#endif
 
 /* A pair of chains, or less. */
 INLINE void product_pair(int64_t rows, int64_t inner, const real *a, int64_t lda, int64_t gap, const real *b,
