@@ -82,6 +82,23 @@ def test_no_key_gives_zeros() -> None:
     assert (rapt.scaled_dot_product_attention(q, k[:, :0], v[:, :0]) == 0).all()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38])
+def test_a_query_without_numbers_disturbs_no_other(value: float, dtype: str) -> None:
+    rng = np.random.default_rng(3)
+    for queries, keys in [(1, 65), (7, 128), (20, 128), (200, 300)]:  # rows of scores long enough to be taken together
+        q, k, v = (rng.standard_normal((2, n, 64)).astype(dtype) for n in (queries, keys, keys))
+        expected = rapt.scaled_dot_product_attention(q, k, v)
+        for row in {0, queries // 2, queries - 1}:
+            spoiled = q.copy()
+            spoiled[1, row] = value
+            out = rapt.scaled_dot_product_attention(spoiled, k, v)
+            alone = rapt.scaled_dot_product_attention(spoiled[:, row : row + 1], k, v)
+            np.testing.assert_array_equal(out[:, row], alone[:, 0])
+            np.testing.assert_array_equal(np.delete(out[1], row, 0), np.delete(expected[1], row, 0))
+            np.testing.assert_array_equal(out[0], expected[0])
+
+
 def test_empty() -> None:
     q, k, v = arrays(0, 3, 5, 8)
     assert rapt.scaled_dot_product_attention(q, k, v).shape == (0, 3, 5, 8)
