@@ -1,7 +1,8 @@
 /* bench.c - times attention and the layer on a fixed set of shapes, beside the machine's limits in the same run
  *
- * Each shape runs in many short rounds, interleaved with rounds of its limit: multiply-adds in registers, or reads from
- * memory for decoding. The best round of each counts, since neighbours on the machine only ever slow a round down.
+ * Each shape runs in many short rounds, interleaved with rounds of its limit: multiply-adds in registers, for as long as a
+ * round of the shape, or reads from memory for decoding. The best round of each counts, since neighbours on the machine only
+ * ever slow a round down; the longer a round, the less it is spared, so limits of other lengths would not compare.
  * With --serve, rounds are asked for on stdin, so that bench/peers can interleave them with those of other libraries.
  */
 #include "bench.h"
@@ -117,6 +118,7 @@ typedef struct job {
     rapt_mha_state *state;
     rapt_mha_gradients *gradients;
     int repeats;   /* calls in a round, which takes a millisecond or one call */
+    double length; /* of a round, in seconds, about */
     bool is_short; /* so that cold caches would show in the time of a call */
 } job;
 
@@ -195,6 +197,7 @@ static void make_job(rapt_context *context, const shape *s, job *to) {
     double time = seconds_now() - start;
     to->is_short = time < 20e-3;
     if (time < 1e-3 && s->limit != READ_COLD) to->repeats = (int)(1e-3 / time) + 1;
+    to->length = to->repeats * time;
 }
 
 static void free_job(job *j) {
@@ -212,30 +215,43 @@ static void free_job(job *j) {
     rapt_cache_destroy(j->cache);
 }
 
-/* One round of the shape's limit, then one of the shape; returns seconds a call. */
-static double run_round(rapt_context *context, const job *j, const float *big_buffer, double *limit_now) {
+typedef struct round_result {
+    double seconds; /* a call */
+    double limit;   /* operations or bytes a second */
+    double short_limit; /* the peak over pieces shorter than the round; else as limit */
+} round_result;
+
+/* One round of the shape's limit, then one of the shape. */
+static round_result run_round(rapt_context *context, const job *j, const float *big_buffer) {
+    round_result r = {0};
     int threads = (int)rapt_context_num_threads(context);
     rapt_isa isa = rapt_context_isa(context);
     size_t count = (size_t)(bytes_of(j->shape) / sizeof(float));
     switch (j->shape->limit) {
-    case PEAK: *limit_now = measure_peak(isa, threads); break;
+    case PEAK: {
+        peak_rates peak = measure_peak(isa, threads, j->length);
+        r.limit = peak.whole;
+        r.short_limit = peak.best;
+        break;
+    }
     case READ_COLD: /* which flushes the caches, too */
-        *limit_now = measure_read(isa, big_buffer, BIG_BUFFER, threads);
+        r.limit = r.short_limit = measure_read(isa, big_buffer, BIG_BUFFER, threads);
         break;
     case READ_WARM:
         measure_read(isa, big_buffer, count, threads);
-        *limit_now = measure_read(isa, big_buffer, count, threads);
+        r.limit = r.short_limit = measure_read(isa, big_buffer, count, threads);
         run_job(context, j); /* what it reads is warm again */
         break;
     }
     double start = seconds_now();
     for (int i = 0; i < j->repeats; i++) run_job(context, j);
-    return (seconds_now() - start) / j->repeats;
+    r.seconds = (seconds_now() - start) / j->repeats;
+    return r;
 }
 
 typedef struct result {
     double best, worst; /* seconds */
-    double rate, limit; /* operations or bytes a second */
+    double rate, limit, short_limit; /* operations or bytes a second */
     int rounds;
 } result;
 
@@ -244,10 +260,11 @@ static result bench_shape(rapt_context *context, const shape *s, double seconds,
     make_job(context, s, &j);
     result r = {.best = HUGE_VAL};
     for (double begin = seconds_now(); seconds_now() - begin < seconds || r.rounds < 3; r.rounds++) {
-        double limit_now, time = run_round(context, &j, big_buffer, &limit_now);
-        r.limit = fmax(r.limit, limit_now);
-        r.best = fmin(r.best, time);
-        r.worst = fmax(r.worst, time);
+        round_result now = run_round(context, &j, big_buffer);
+        r.limit = fmax(r.limit, now.limit);
+        r.short_limit = fmax(r.short_limit, now.short_limit);
+        r.best = fmin(r.best, now.seconds);
+        r.worst = fmax(r.worst, now.seconds);
     }
     r.rate = work_of(s) / r.best;
     free_job(&j);
@@ -280,7 +297,7 @@ static const shape *shape_by_name(const char *name) {
     exit(2);
 }
 
-/* Each line of stdin gets a line of JSON: `about`, `shapes`, `prepare NAME`, and `round` for seconds a call and the limit. */
+/* Each line of stdin gets a line of JSON: `about`, `shapes`, `prepare NAME`, and `round` for seconds a call and the limits. */
 static void serve(rapt_context *context, const float *big_buffer) {
     job j = {0};
     char line[64], name[32];
@@ -297,8 +314,8 @@ static void serve(rapt_context *context, const float *big_buffer) {
         } else if (strcmp(line, "round\n") == 0 && j.shape != NULL) {
             /* Others ran in between, so that caches and threads must be warmed again. */
             for (double begin = seconds_now(); j.is_short && seconds_now() - begin < 5e-3;) run_job(context, &j);
-            double limit_now, time = run_round(context, &j, big_buffer, &limit_now);
-            printf("[%.9g, %.9g]\n", time, limit_now);
+            round_result now = run_round(context, &j, big_buffer);
+            printf("[%.9g, %.9g, %.9g]\n", now.seconds, now.limit, now.short_limit);
         } else {
             fprintf(stderr, "%s: cannot serve %s", program, line);
             exit(2);
@@ -327,10 +344,10 @@ static void print_result(const bench_settings *o, const shape *s, const result *
     const char *unit = s->limit == PEAK ? "GFLOP/s" : "GB/s";
     if (o->json) {
         printf("%s\n    {\"name\": \"%s\", \"threads\": %d, \"seconds\": %.4g, \"rate\": %.4g, \"unit\": \"%s\", "
-               "\"limit\": %.4g, "
-               "\"share\": %.4f, \"slowest_round\": %.2f, \"rounds\": %d}",
+               "\"limit\": %.4g, \"share\": %.4f, \"share_of_short_limit\": %.4f, \"slowest_round\": %.2f, "
+               "\"rounds\": %d}",
                is_first ? "" : ",", s->name, threads, r->best, r->rate * 1e-9, unit, r->limit * 1e-9,
-               r->rate / r->limit, r->worst / r->best, r->rounds);
+               r->rate / r->limit, r->rate / r->short_limit, r->worst / r->best, r->rounds);
     } else {
         printf("%-4s %-32s %7d %11.1f us %8.1f %-8s %5.1f %%  %6.2fx\n", s->name, s->words, threads, r->best * 1e6,
                r->rate * 1e-9, unit, 100 * r->rate / r->limit, r->worst / r->best);

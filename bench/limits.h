@@ -6,8 +6,15 @@
 
 double seconds_now(void);
 
-/* Operations a second (two for each multiply-add) of the ISA on that many threads at once. */
-double measure_peak(rapt_isa isa, int threads);
+/* Operations a second, two for each multiply-add. */
+typedef struct peak_rates {
+    double whole; /* over all of the time that it was measured for */
+    double best;  /* over the fastest pieces of it, SHORT_PEAK seconds or so each */
+} peak_rates;
+#define SHORT_PEAK 0.4e-3
+
+/* Of the ISA on that many threads at once, for so many seconds, but at least one piece. */
+peak_rates measure_peak(rapt_isa isa, int threads, double seconds);
 
 /* Bytes a second that so many threads read from the buffer, each its part. */
 double measure_read(rapt_isa isa, const float *buffer, size_t count, int threads);

@@ -117,7 +117,7 @@ def time_shape(shape: dict, participants: list[Participant], seconds: float, not
         except Failure as failure:
             give_up(participant, str(failure))
 
-    limit, rounds, begin = 0.0, 0, time.monotonic()
+    limit, short_limit, rounds, begin = 0.0, 0.0, 0, time.monotonic()
     while rounds < LEAST_ROUNDS or time.monotonic() - begin < seconds:
         for participant, variants in list(times.items()):
             for variant in variants:
@@ -128,12 +128,13 @@ def time_shape(shape: dict, participants: list[Participant], seconds: float, not
                     give_up(participant, str(failure))
                     break
                 if participant.name == "rapt":
-                    answer, limit_now = answer
-                    limit = max(limit, limit_now)
+                    answer, limit_now, short_now = answer
+                    limit, short_limit = max(limit, limit_now), max(short_limit, short_now)
                 variant.add(answer)
         rounds += 1
 
-    result = {"name": shape["name"], "words": shape["words"], "limit": limit, "rounds": rounds, "times": {}}
+    result = {"name": shape["name"], "words": shape["words"], "limit": limit, "short_limit": short_limit,
+              "rounds": rounds, "times": {}}
     for participant, variants in times.items():
         if participant.name == "rapt" and "limit_of" in shape:
             continue  # it timed another shape, for the limit alone
@@ -143,7 +144,9 @@ def time_shape(shape: dict, participants: list[Participant], seconds: float, not
             if timed:
                 best = min(timed, key=lambda variant: variant.best)
                 result["times"][name] = {"seconds": best.best, "spread": best.worst / best.best,
-                                         "share": shape["work"] / best.best / limit, "variant": best.name}
+                                         "share": shape["work"] / best.best / limit,
+                                         "share_of_short_limit": shape["work"] / best.best / short_limit,
+                                         "variant": best.name}
     own = PAIR if any(participant.name == PAIR for participant in participants) else "rapt"
     peers = {name: t["seconds"] for name, t in result["times"].items() if name not in {"rapt", own, *PRODUCTS_ONLY}}
     if peers and own in result["times"]:

@@ -20,6 +20,7 @@
 #define FEW_ROWS 72           /* of a unit are one tile */
 #define LEAST_TILE_ROWS 48    /* of the others */
 #define MOST_TILE_ROWS 256    /* of any */
+#define ROWS_TOGETHER 6       /* that kernels like to take */
 #define TILES_OF_A_LANE 8     /* so many that all lanes end at much the same time */
 #define ROWS_TO_LOOK_AHEAD 32 /* of a tile: with fewer it takes longer than it saves */
 #define WEIGHTS_ROWS 48       /* whole rows of weights that a lane holds */
@@ -73,7 +74,8 @@ int64_t rapt_sole_key(const attn_problem *p, int64_t n, int64_t head, int64_t i,
 
 typedef struct attn_plan {
     int64_t group, rows_per_unit, units;
-    int64_t tile_rows, tiles_per_unit;
+    int64_t tile_rows, tiles_per_unit; /* tile_rows: at most */
+    int64_t row_step;                  /* rows that tiles consist of, as many of these in one as in another, or one more */
     int64_t room_rows;    /* what memory is laid out for: at least tile_rows, and no larger for a smaller problem */
     int64_t out_stride;   /* Dv rounded up */
     int64_t max_cuts;     /* of a unit, without the extra keys */
@@ -143,6 +145,9 @@ static void make_plan(const rapt_context *context, const attn_problem *p, attn_p
     plan->tile_rows = choose_tile_rows(context, p, plan->rows_per_unit, plan->units);
     plan->room_rows = smaller(most_rows, p->queries * p->heads); /* a unit has more rows where KV heads are fewer */
     plan->tiles_per_unit = divide_up(plan->rows_per_unit, plan->tile_rows);
+    /* Under a band all but the last are whole, so that rows begin where panels of keys do. */
+    bool is_banded = p->limit_left || p->limit_right;
+    plan->row_step = plan->tile_rows % ROWS_TOGETHER == 0 && !is_banded ? ROWS_TOGETHER : plan->tile_rows;
     plan->out_stride = rapt_round_up(p->value_dim, COLUMNS);
     plan->max_cuts = divide_up(p->keys, CUT);
     if (p->cache != NULL) plan->max_cuts = smaller(plan->max_cuts, p->cache->blocks + 1); /* a ring keeps no more */
@@ -370,17 +375,23 @@ static const attn_keys *keys_of_cut(const attn_job *job, const attn_unit *unit, 
     return &scratch->keys;
 }
 
+/* The first row of a tile, counted from the unit's first rows on; of the one behind the last, the number of rows. */
+static int64_t tile_begin(const attn_plan *plan, int64_t tile) {
+    int64_t steps = divide_up(plan->rows_per_unit, plan->row_step);
+    return smaller(plan->row_step * (steps * tile / plan->tiles_per_unit), plan->rows_per_unit);
+}
+
 /* Late rows see more keys under a causal band: they go first, so that no long tile is left for the end. */
 static attn_rows tile_rows(const attn_job *job, const attn_unit *unit, int64_t tile) {
     const attn_plan *plan = &job->plan;
-    int64_t first = (plan->tiles_per_unit - 1 - tile) * plan->tile_rows;
+    int64_t place = plan->tiles_per_unit - 1 - tile, first = tile_begin(plan, place);
     return (attn_rows){.problem = job->problem,
                        .n = unit->n,
                        .kv_head = unit->kv_head,
                        .first_head = unit->kv_head * plan->group,
                        .heads = plan->group,
                        .first = first,
-                       .count = smaller(plan->tile_rows, plan->rows_per_unit - first)};
+                       .count = tile_begin(plan, place + 1) - first};
 }
 
 static void finish_tile(const attn_job *job, const attn_rows *rows, const attn_partial *total) {
