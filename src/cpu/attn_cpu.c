@@ -424,14 +424,23 @@ static void want_keys(const attn_job *job, const attn_unit *unit, int64_t cut, r
     rapt_want_soon(soon, &p->k, p->dtype, unit->n, unit->kv_head, first, count, p->dim);
 }
 
+/* As many units at a time as there are lanes, and of these one tile after the other: so every lane begins with a unit of
+ * its own, and packs it. */
+static const attn_unit *unit_of_item(const attn_job *job, int64_t item, int64_t *tile) {
+    int64_t tiles = job->plan.tiles_per_unit, first = item / (job->lane_count * tiles) * job->lane_count;
+    int64_t together = smaller(job->lane_count, job->unit_count - first), place = item - first * tiles;
+    *tile = place / together;
+    return &job->units[first + place % together];
+}
+
 /* Where this tile will write, and what the lane's next one will read: the lanes take turns, more or less. */
 static void look_ahead(const attn_job *job, int64_t item, const attn_rows *rows, rapt_soon *soon) {
     const attn_problem *p = job->problem;
-    int64_t tiles = job->plan.tiles_per_unit, next = item + job->lane_count;
-    if (next / tiles < job->unit_count) {
-        const attn_unit *unit = &job->units[next / tiles];
-        attn_rows then = tile_rows(job, unit, next % tiles);
-        if (next % tiles == 0) want_keys(job, unit, 0, soon); /* the first tile of a unit packs them */
+    int64_t next = item + job->lane_count, tile;
+    if (next < job->unit_count * job->plan.tiles_per_unit) {
+        const attn_unit *unit = unit_of_item(job, next, &tile);
+        attn_rows then = tile_rows(job, unit, tile);
+        if (tile == 0) want_keys(job, unit, 0, soon); /* the first tile of a unit packs them */
         want_rows(soon, &then, &p->q, p->dim);
     }
     want_rows(soon, rows, &p->out, p->value_dim);
@@ -439,8 +448,9 @@ static void look_ahead(const attn_job *job, int64_t item, const attn_rows *rows,
 
 static void run_tile(void *arg, int64_t item, int32_t lane) {
     const attn_job *job = arg;
-    const attn_unit *unit = &job->units[item / job->plan.tiles_per_unit];
-    attn_rows rows = tile_rows(job, unit, item % job->plan.tiles_per_unit);
+    int64_t tile;
+    const attn_unit *unit = unit_of_item(job, item, &tile);
+    attn_rows rows = tile_rows(job, unit, tile);
     rapt_soon soon;
     soon.count = 0;
     if (rows.count >= ROWS_TO_LOOK_AHEAD) {
@@ -454,7 +464,7 @@ static void run_tile(void *arg, int64_t item, int32_t lane) {
     for (int64_t cut = 0; cut < cuts_with_extra(job, unit); cut++) {
         const attn_keys *keys = keys_of_cut(job, unit, cut, &scratch);
         attn_partial *target = is_empty ? &scratch.total : &scratch.partial;
-        if (rows.soon != NULL && item % job->plan.tiles_per_unit == 0) want_keys(job, unit, cut + 1, &soon);
+        if (rows.soon != NULL && tile == 0) want_keys(job, unit, cut + 1, &soon);
         if (!job->kernels->attn_cut(&rows, keys, scratch.q, scratch.scores, target)) continue;
         if (!is_empty) job->kernels->attn_merge(rows.count, &scratch.total, &scratch.partial);
         is_empty = false;
