@@ -266,7 +266,13 @@ bool os_cpu_has_avx512(void) {
     unsigned wanted = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
     return (b & wanted) == wanted && os_saves(0xe6);
 }
+
+bool os_cpu_is_amds(void) {
+    unsigned a, b, c, d;
+    return __get_cpuid(0, &a, &b, &c, &d) && b == signature_AMD_ebx && c == signature_AMD_ecx && d == signature_AMD_edx;
+}
 #else
 bool os_cpu_has_avx2_fma(void) { return false; }
 bool os_cpu_has_avx512(void) { return false; }
+bool os_cpu_is_amds(void) { return false; }
 #endif

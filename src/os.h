@@ -55,6 +55,7 @@ void os_new_file_abandon(os_new_file *file);
 
 bool os_cpu_has_avx2_fma(void); /* with the operating system saving the registers */
 bool os_cpu_has_avx512(void);   /* F, BW, DQ and VL */
+bool os_cpu_is_amds(void);
 
 static inline void os_cpu_relax(void) {
 #if defined(__x86_64__) || defined(__i386__)

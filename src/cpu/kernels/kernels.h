@@ -23,6 +23,11 @@ enum {
     SOON_RANGES = 24,   /* of memory that is fetched ahead */
 };
 
+/* How the two chains of a pair are computed, which changes speed and never bits: set for this CPU when the first context is
+ * created, and by tests. */
+typedef enum pair_order { UNKNOWN_ORDER, IN_TURN, SIDE_BY_SIDE } pair_order;
+extern atomic_int rapt_pair_order;
+
 static inline int64_t rapt_round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
 /* Keys that query i of sequence n may see by band and lengths: [*low, *high), empty if low >= high. */
