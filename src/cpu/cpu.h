@@ -15,15 +15,19 @@ static inline int64_t panel_width(int64_t features, int64_t panel) {
     return rapt_round_up(columns_of(features, panel), COLUMNS);
 }
 
-/* Adds rows [first, first + count) of a view [N, heads, rows, dim] to what is wanted soon, if they lie without gaps. */
+/* Adds rows [first, first + count) of a view [N, heads, rows, dim] to what is wanted soon. */
 static inline void rapt_want_soon(rapt_soon *soon, const rapt_view *view, rapt_dtype dtype, int64_t n, int64_t head,
                                   int64_t first, int64_t count, int64_t dim) {
-    bool is_dense = view->data != NULL && view->stride[3] == 1 && view->stride[2] == dim;
-    if (!is_dense || count <= 0 || soon->count == SOON_RANGES) return;
-    int64_t element = (int64_t)rapt_dtype_size(dtype);
+    if (view->data == NULL || view->stride[3] != 1 || count <= 0 || soon->count == SOON_RANGES) return;
+    int64_t element = (int64_t)rapt_dtype_size(dtype), last = soon->count++;
     int64_t at = n * view->stride[0] + head * view->stride[1] + first * view->stride[2];
-    soon->range[soon->count].data = view->data + element * at;
-    soon->range[soon->count++].bytes = element * count * dim;
+    bool has_gaps = view->stride[2] != dim; /* else it is all one, of which every line is like a row */
+    int64_t stride = has_gaps ? element * view->stride[2] : RAPT_LINE_BYTES;
+    soon->range[last].data = view->data + element * at;
+    soon->range[last].stride = stride;
+    soon->range[last].rows = has_gaps ? count : divide_up(element * dim * count, stride);
+    soon->range[last].lines = has_gaps ? divide_up(element * dim, RAPT_LINE_BYTES) : 1;
+    soon->range[last].done = 0;
 }
 
 /* Sets the context's isa and kernels: the one wanted, else the one that RAPT_ISA names, else the best. */

@@ -21,6 +21,7 @@ enum {
     PANEL = RAPT_PANEL, /* columns (keys, outputs) of a packed panel, the same on every ISA */
     IN_PLACE_ROWS = 4,  /* packing keys pays from more rows on */
     SOON_RANGES = 24,   /* of memory that is fetched ahead */
+    RAPT_LINE_BYTES = 64,
 };
 
 /* How the two chains of a pair are computed, which changes speed and never bits: set for this CPU when the first context is
@@ -38,12 +39,15 @@ void rapt_real_keys(const attn_problem *problem, int64_t n, int64_t *begin, int6
  * hidden. */
 int64_t rapt_sole_key(const attn_problem *problem, int64_t n, int64_t head, int64_t i, int64_t first);
 
-/* Memory that is wanted soon, the last range first: products bring a little of it nearer in each of their steps. */
+/* Memory that is wanted soon, the last range first: products bring a line of it nearer in each of their steps. A range is
+ * `rows` rows of `lines` lines; the first line of all of them comes first. */
 typedef struct rapt_soon {
     int32_t count;
     struct {
-        const char *data;
-        int64_t bytes;
+        const char *data; /* of the line that is coming, in the first row */
+        int64_t stride;   /* in bytes, from row to row */
+        int64_t rows, done;
+        int64_t lines; /* that are left */
     } range[SOON_RANGES];
 } rapt_soon;
 

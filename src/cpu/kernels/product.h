@@ -22,7 +22,7 @@
 
 _Static_assert(STRANDS == 2, "a pair");
 
-enum { LINE = 64 / sizeof(real) }; /* reals of a line of the cache */
+enum { LINE = RAPT_LINE_BYTES / sizeof(real) }; /* reals of a line of the cache */
 
 /* What becomes of sums: c = before + (first + sum) + bias. A NULL is left out. */
 typedef struct sums_to {
@@ -93,12 +93,15 @@ INLINE fetching fetch_for(const number_kind kind, const int S, const int V, int6
     if (kind == REALS && V == 1) return (fetching){NULL, 0}; /* so little work that it is not worth it */
     int64_t line = tile / S * LINE % PANEL, size = kind == REALS ? sizeof(real) : 2;
     if (soon != NULL && soon->count > 0) {
-        int64_t line_bytes = LINE * sizeof(real), bytes = (strands_in_turn(S, V) ? inner : inner / S) * line_bytes;
         int32_t last = soon->count - 1;
-        fetching ahead = {soon->range[last].data, line_bytes};
-        soon->range[last].data += bytes;
-        soon->range[last].bytes -= bytes;
-        if (soon->range[last].bytes <= 0) soon->count = last;
+        int64_t stride = soon->range[last].stride;
+        fetching ahead = {soon->range[last].data + soon->range[last].done * stride, stride};
+        soon->range[last].done += strands_in_turn(S, V) ? inner : inner / S;
+        if (soon->range[last].done >= soon->range[last].rows) {
+            soon->range[last].done = 0;
+            soon->range[last].data += RAPT_LINE_BYTES;
+            if (--soon->range[last].lines <= 0) soon->count = last;
+        }
         return ahead;
     }
     int64_t row = inner + tile % S * (inner / S);
