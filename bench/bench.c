@@ -216,8 +216,8 @@ static void free_job(job *j) {
 }
 
 typedef struct round_result {
-    double seconds; /* a call */
-    double limit;   /* operations or bytes a second */
+    double seconds;     /* a call */
+    double limit;       /* operations or bytes a second */
     double short_limit; /* the peak over pieces shorter than the round; else as limit */
 } round_result;
 
@@ -250,7 +250,7 @@ static round_result run_round(rapt_context *context, const job *j, const float *
 }
 
 typedef struct result {
-    double best, worst; /* seconds */
+    double best, worst;              /* seconds */
     double rate, limit, short_limit; /* operations or bytes a second */
     int rounds;
 } result;

@@ -267,12 +267,15 @@ bool os_cpu_has_avx512(void) {
     return (b & wanted) == wanted && os_saves(0xe6);
 }
 
-bool os_cpu_is_amds(void) {
+os_cpu_maker os_who_made_the_cpu(void) {
     unsigned a, b, c, d;
-    return __get_cpuid(0, &a, &b, &c, &d) && b == signature_AMD_ebx && c == signature_AMD_ecx && d == signature_AMD_edx;
+    if (!__get_cpuid(0, &a, &b, &c, &d)) return OS_CPU_OTHER;
+    if (b == signature_AMD_ebx && c == signature_AMD_ecx && d == signature_AMD_edx) return OS_CPU_AMD;
+    if (b == signature_INTEL_ebx && c == signature_INTEL_ecx && d == signature_INTEL_edx) return OS_CPU_INTEL;
+    return OS_CPU_OTHER;
 }
 #else
 bool os_cpu_has_avx2_fma(void) { return false; }
 bool os_cpu_has_avx512(void) { return false; }
-bool os_cpu_is_amds(void) { return false; }
+os_cpu_maker os_who_made_the_cpu(void) { return OS_CPU_OTHER; }
 #endif

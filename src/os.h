@@ -53,9 +53,10 @@ const char *os_new_file_write(os_new_file *file, const void *data, size_t size);
 const char *os_new_file_finish(os_new_file *file);
 void os_new_file_abandon(os_new_file *file);
 
+typedef enum os_cpu_maker { OS_CPU_OTHER = 1, OS_CPU_AMD, OS_CPU_INTEL } os_cpu_maker;
 bool os_cpu_has_avx2_fma(void); /* with the operating system saving the registers */
 bool os_cpu_has_avx512(void);   /* F, BW, DQ and VL */
-bool os_cpu_is_amds(void);
+os_cpu_maker os_who_made_the_cpu(void);
 
 static inline void os_cpu_relax(void) {
 #if defined(__x86_64__) || defined(__i386__)

@@ -503,14 +503,14 @@ static void test_checksums(void **state) {
     assert_non_null(file);
     size_t read = fread(expected, 1, sizeof expected - 1, file);
     fclose(file);
-    int own = atomic_load(&rapt_pair_order); /* of this CPU, which must not matter */
-    for (int order = IN_TURN; order <= SIDE_BY_SIDE; order++) {
-        atomic_store(&rapt_pair_order, order);
+    int own = atomic_load(&rapt_cpu_maker);
+    for (int maker = OS_CPU_OTHER; maker <= OS_CPU_INTEL; maker++) { /* which must not matter */
+        atomic_store(&rapt_cpu_maker, maker);
         size_t length = write_checksums(actual, sizeof actual);
         assert_int_equal(read, length);
         assert_string_equal(actual, expected);
     }
-    atomic_store(&rapt_pair_order, own);
+    atomic_store(&rapt_cpu_maker, own);
 }
 
 int main(int argc, char **argv) {

@@ -75,7 +75,7 @@ int64_t rapt_sole_key(const attn_problem *p, int64_t n, int64_t head, int64_t i,
 typedef struct attn_plan {
     int64_t group, rows_per_unit, units;
     int64_t tile_rows, tiles_per_unit; /* tile_rows: at most */
-    int64_t row_step;                  /* rows that tiles consist of, as many of these in one as in another, or one more */
+    int64_t row_step;     /* rows that tiles consist of, as many of these in one as in another, or one more */
     int64_t room_rows;    /* what memory is laid out for: at least tile_rows, and no larger for a smaller problem */
     int64_t out_stride;   /* Dv rounded up */
     int64_t max_cuts;     /* of a unit, without the extra keys */

@@ -67,14 +67,7 @@ static rapt_status refuse(rapt_context *context, rapt_status status, const char 
                      list);
 }
 
-atomic_int rapt_pair_order = UNKNOWN_ORDER;
-
-/* What two chains side by side save, many stores at once, stops the multipliers of AMD's CPUs; those of Intel's rather lack
- * slots for the additional loads. */
-static void choose_pair_order(void) {
-    int unknown = UNKNOWN_ORDER;
-    atomic_compare_exchange_strong(&rapt_pair_order, &unknown, os_cpu_is_amds() ? SIDE_BY_SIDE : IN_TURN);
-}
+atomic_int rapt_cpu_maker;
 
 rapt_status rapt_choose_isa(rapt_context *context, rapt_isa wanted) {
     const isa_entry *entry;
@@ -94,7 +87,8 @@ rapt_status rapt_choose_isa(rapt_context *context, rapt_isa wanted) {
     } else {
         entry = best_entry();
     }
-    choose_pair_order();
+    int unknown = 0;
+    atomic_compare_exchange_strong(&rapt_cpu_maker, &unknown, (int)os_who_made_the_cpu());
     context->isa = entry->isa;
     context->kernels[0] = entry->f32;
     context->kernels[1] = entry->f64;

@@ -24,10 +24,9 @@ enum {
     RAPT_LINE_BYTES = 64,
 };
 
-/* How the two chains of a pair are computed, which changes speed and never bits: set for this CPU when the first context is
- * created, and by tests. */
-typedef enum pair_order { UNKNOWN_ORDER, IN_TURN, SIDE_BY_SIDE } pair_order;
-extern atomic_int rapt_pair_order;
+/* Whose CPU it is (an os_cpu_maker; 0 before the first context is created). Where makers differ in what is fast, kernels take
+ * one way or the other to the same bits; tests set it to go all of them. */
+extern atomic_int rapt_cpu_maker;
 
 static inline int64_t rapt_round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 

@@ -239,12 +239,14 @@ static void score_chain(int64_t rows, int64_t inner, const real *a, int64_t lda,
                     columns, soon, to);
 }
 
-/* Whether the two chains of a pair run side by side. Where tiles are narrower than a panel they never do: one would touch a
- * line or two in each of 128 rows of B, more than the sets of the nearest cache hold where those are. */
-INLINE bool pairs_side_by_side(void) {
-    const bool is_wide = MICRO_VECTORS * LANES >= PANEL;
-    return is_wide && atomic_load_explicit(&rapt_pair_order, memory_order_relaxed) == SIDE_BY_SIDE;
+INLINE bool cpu_is_of(os_cpu_maker maker) {
+    return atomic_load_explicit(&rapt_cpu_maker, memory_order_relaxed) == (int)maker;
 }
+
+/* Whether the two chains of a pair run side by side. What that saves, many stores at once, stops the multipliers of AMD's
+ * CPUs; those of Intel's rather lack slots for its additional loads. And where tiles are narrower than a panel, one would
+ * touch a line or two in each of 128 rows of B, more than the sets of the nearest cache hold where those are. */
+INLINE bool pairs_side_by_side(void) { return MICRO_VECTORS * LANES >= PANEL && cpu_is_of(OS_CPU_AMD); }
 
 /* All rows get the one chain, then the other. */
 INLINE void chains_in_turn(const bool transposed, int64_t rows, int64_t inner, left_matrix a, const real *b,
