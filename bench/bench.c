@@ -195,7 +195,7 @@ static void make_job(rapt_context *context, const shape *s, job *to) {
     double start = seconds_now();
     run_job(context, to);
     double time = seconds_now() - start;
-    to->is_short = time < 20e-3;
+    to->is_short = time < 100e-3;
     if (time < 1e-3 && s->limit != READ_COLD) to->repeats = (int)(1e-3 / time) + 1;
     to->length = to->repeats * time;
 }

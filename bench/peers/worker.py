@@ -27,7 +27,7 @@ import numpy as np
 
 TOLERANCE = 1e-3  # loose: it finds wrong setups, not rounding
 ROUND = 1e-3  # seconds that a round takes at least
-SHORT = 20e-3  # a call below this would show caches that others emptied and threads that slept, so
+SHORT = 100e-3  # a call below this would show caches that others emptied and threads that slept, so
 WARM_UP = 5e-3  # seconds of such calls come before a round untimed
 SLOWER = 1.25  # a variant so much slower than its library's best is not asked for
 BIG_BUFFER = 256 << 20  # bytes: far larger than any last cache
