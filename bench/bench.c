@@ -259,7 +259,7 @@ static result bench_shape(rapt_context *context, const shape *s, double seconds,
     job j;
     make_job(context, s, &j);
     result r = {.best = HUGE_VAL};
-    for (double begin = seconds_now(); seconds_now() - begin < seconds || r.rounds < 3; r.rounds++) {
+    for (double begin = seconds_now(); seconds_now() - begin < seconds || r.rounds < 5; r.rounds++) {
         round_result now = run_round(context, &j, big_buffer);
         r.limit = fmax(r.limit, now.limit);
         r.short_limit = fmax(r.short_limit, now.short_limit);

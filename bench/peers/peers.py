@@ -28,7 +28,7 @@ TITLES = {"rapt": "Rapt", "pytorch": "PyTorch", "onnxruntime": "ONNX Runtime", "
 PRODUCTS_ONLY = {"openblas"}  # leaves out the softmax, so it is shown but is no peer
 PATIENCE = 300  # seconds for an answer
 PAUSE = 2e-3  # seconds between turns
-LEAST_ROUNDS = 3
+LEAST_ROUNDS = 8
 LAYERS, FEED_FORWARD = 6, 2048  # of the encoder
 
 # What --isa avx2 can do for the peers. ONNX Runtime always takes what the CPU has, as do kernels of OpenVINO's own.
