@@ -161,6 +161,9 @@ def errors_of(case: Case) -> records.Errors:
     return records.Errors(*(errors(r, exact, sizes) for r in (ours, theirs, again)))
 
 
+records.errors_of["scaled_dot_product_attention"] = errors_of
+
+
 @settings(
     max_examples=int(3200 * records.SCALE), deadline=None, database=None, derandomize=True,
     suppress_health_check=list(HealthCheck),

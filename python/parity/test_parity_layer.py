@@ -293,6 +293,9 @@ def errors_of(case: Case) -> records.Errors:
     return records.Errors(*(errors(r, exact, sizes) for r in named))
 
 
+records.errors_of["multi_head_attention_forward"] = errors_of
+
+
 @settings(
     max_examples=int(1600 * records.SCALE), deadline=None, database=None, derandomize=True,
     suppress_health_check=list(HealthCheck),

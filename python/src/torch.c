@@ -118,14 +118,14 @@ static PyObject *new_tensor(PyObject *prototype, rapt_dtype dtype, const int64_t
     return failed == 0 ? object : PyErr_NoMemory();
 }
 
-/* The memory of a new, dense tensor in large pages, if it is so large that malloc maps it anew each time: the system then
- * clears it in far fewer steps. */
+/* The memory of a new, dense tensor in large pages, if it is so large that malloc may give it back to the system and ask for
+ * it anew each time: the system then clears it in far fewer steps. */
 static void prefer_large_pages(const rapt_tensor *made) {
 #ifdef MADV_HUGEPAGE
-    enum { PAGE = 4096, ALWAYS_MAPPED = 32 << 20 };
+    enum { PAGE = 4096, LARGE = 4 << 20 };
     uintptr_t begin = ((uintptr_t)made->data + PAGE - 1) / PAGE * PAGE;
     uintptr_t end = (uintptr_t)made->data + (size_t)rapt_tensor_count(made) * rapt_dtype_size(made->dtype);
-    if (end - (uintptr_t)made->data >= ALWAYS_MAPPED) madvise((void *)begin, end - begin, MADV_HUGEPAGE);
+    if (end - (uintptr_t)made->data >= LARGE) madvise((void *)begin, end - begin, MADV_HUGEPAGE);
 #else
     (void)made;
 #endif
