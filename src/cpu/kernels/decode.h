@@ -37,7 +37,7 @@ INLINE void stream_rows(const number_kind kind, const bool all_lines, const int 
         vec numbers[STREAM_VECTORS];
         fetch_ahead(kind, panel, at + ahead);
         if (kind != REALS) fetch_ahead(kind, panel, at + ahead + PANEL / 2);
-        UNROLL for (int c = LINE; c < V * LANES && all_lines; c += LINE) fetch_ahead(kind, panel, at + ahead + c);
+        for (int c = LINE; c < V * LANES && all_lines; c += LINE) fetch_ahead(kind, panel, at + ahead + c);
         UNROLL for (int v = 0; v < V; v++) numbers[v] = load_numbers(kind, panel, at + v * LANES);
         UNROLL for (int r = 0; r < R; r++) {
             vec factor = v_all(x[r * stride + i]);
