@@ -37,7 +37,7 @@ typedef struct share {
 
 static void *run_peak(void *arg) {
     share *s = arg;
-    const int64_t rounds = 60000; /* SHORT_PEAK of a CPU with 3.7 GHz and one 512-bit unit, or two of 256 */
+    const int64_t rounds = 60000; /* a piece: 0.4 ms of a CPU with 3.7 GHz and one 512-bit unit, or two of 256 */
     const double operations = s->peak->operations_per_round * (double)rounds;
     double start = seconds_now(), now = start, pieces = 0;
     do {

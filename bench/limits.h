@@ -9,9 +9,8 @@ double seconds_now(void);
 /* Operations a second, two for each multiply-add. */
 typedef struct peak_rates {
     double whole; /* over all of the time that it was measured for */
-    double best;  /* over the fastest pieces of it, SHORT_PEAK seconds or so each */
+    double best;  /* over the fastest piece of it, some 0.4 ms */
 } peak_rates;
-#define SHORT_PEAK 0.4e-3
 
 /* Of the ISA on that many threads at once, for so many seconds, but at least one piece. */
 peak_rates measure_peak(rapt_isa isa, int threads, double seconds);
