@@ -11,7 +11,7 @@ import records
 import torch
 
 # How many times PyTorch's errors Rapt's may be by luck. PyTorch's own, with sums in another order, were found to be up
-# to 1.12 and 1.29 times as large or small.
+# to 1.12 and 1.08 times as large or small.
 PERCENTILE_NOISE, MAXIMUM_NOISE = 1.15, 1.2
 TEXT = """# Parity with PyTorch
 
@@ -28,7 +28,7 @@ the largest error of a single draw, which is mostly luck: the same configuration
 PyTorch in one draw and 0.86 times in the mean of 2,000. How much of the others is luck is measured as well: "reordered"
 is the error of PyTorch computing the same with the dimensions of heads, keys or features in the opposite order, in
 parts of PyTorch's error. Rapt's errors are to be no larger than PyTorch's; by luck the percentile may be
-{percentile} times PyTorch's and the maximum {maximum} times. PyTorch's were up to 1.12 and 1.29 times apart from
+{percentile} times PyTorch's and the maximum {maximum} times. PyTorch's were up to 1.12 and 1.08 times apart from
 its own.
 
 With up to 3 queries PyTorch's scores are as exact as those of several short chains; from 4 on they are those of one.
