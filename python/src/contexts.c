@@ -91,6 +91,10 @@ static void run_borrowed(void *user, int64_t count, void (*task)(void *arg, int6
     if (borrowed_run(0, count, 1, run_range, &job) != 0) run_range(0, count, &job); /* tasks do what is left to do */
 }
 
+core_parallel_for *core_borrowed_for(void) {
+    return current_pool == NULL && borrowed_run != NULL && !is_child ? run_borrowed : NULL;
+}
+
 /* Threads do not live on in a child, and whoever lent them may not know. There a pool does, with as many. */
 static void after_fork(void) { is_child = true; }
 

@@ -86,6 +86,9 @@ int core_add_arrays(PyObject *module);
 
 /* This thread's context, or NULL with an exception. */
 rapt_context *core_context(void);
+/* What runs tasks on threads of PyTorch's, or NULL if the work is not theirs; user is ignored. */
+typedef void core_parallel_for(void *user, int64_t count, void (*task)(void *arg, int64_t index), void *arg);
+core_parallel_for *core_borrowed_for(void);
 /* The exception of a status that is not RAPT_OK; always NULL. */
 PyObject *core_raise(const rapt_context *context, rapt_status status);
 /* None, or the exception. */

@@ -1,7 +1,7 @@
 /* fingerprint.c - one number that tells whether arrays still hold the bytes that they held
  *
  * PyTorch's layer asks before it uses weights that were packed earlier, since writes through parameter.data leave no
- * other trace. Every byte counts, at the speed of memory. Eight sums of 64 bits each take a word of a block of 64 bytes:
+ * other trace. Every byte counts, at the speed of memory, and what is long is read by all threads. Eight sums of 64 bits each take a word of a block of 64 bytes:
  * the word itself, in a neighbour's sum, so that one changed word always shows, and the product of its halves under a
  * key that is another for each block, so that the order counts. It is no cryptography, and promised to be the same within
  * one process only.
@@ -117,8 +117,39 @@ static uint64_t end(stream *s) {
     return mixed;
 }
 
+/* Long runs of bytes count by the numbers of their parts, however many threads there are. */
+enum { PARTS = 16, LONG = 1 << 20 };
+
+typedef struct parts {
+    const unsigned char *bytes;
+    size_t size, step;
+    uint64_t found[PARTS];
+} parts;
+
+static void read_part(void *arg, int64_t index) {
+    parts *p = arg;
+    size_t at = (size_t)index * p->step, size = p->size - at;
+    stream s;
+    begin(&s);
+    add(&s, p->bytes + at, size < p->step ? size : p->step);
+    p->found[index] = end(&s);
+}
+
+static void add_run(stream *s, const void *memory, size_t size, core_parallel_for *run) {
+    if (size < LONG) {
+        add(s, memory, size);
+        return;
+    }
+    parts p = {memory, size, (size / PARTS + BLOCK) / BLOCK * BLOCK, {0}};
+    if (run != NULL)
+        run(NULL, PARTS, read_part, &p);
+    else
+        for (int64_t i = 0; i < PARTS; i++) read_part(&p, i);
+    add(s, p.found, sizeof p.found);
+}
+
 /* The bytes of a tensor, in the order of memory, after what says how they are to be read. */
-static void add_tensor(stream *s, const rapt_tensor *tensor) {
+static void add_tensor(stream *s, const rapt_tensor *tensor, core_parallel_for *run_parts) {
     int64_t header[2 + 2 * RAPT_MAX_DIMS] = {(int64_t)tensor->dtype, tensor->ndim};
     int64_t size[RAPT_MAX_DIMS], step[RAPT_MAX_DIMS], at[RAPT_MAX_DIMS] = {0};
     int64_t bytes = (int64_t)rapt_dtype_size(tensor->dtype), run = bytes;
@@ -148,7 +179,7 @@ static void add_tensor(stream *s, const rapt_tensor *tensor) {
     }
     while (count > 0 && step[count - 1] == run) run *= size[--count];
     for (int32_t d = 0; d >= 0;) {
-        add(s, data, (size_t)run);
+        add_run(s, data, (size_t)run, run_parts);
         for (d = count - 1; d >= 0; d--) {
             data += step[d];
             if (++at[d] < size[d]) break;
@@ -179,13 +210,14 @@ PyObject *core_fingerprint(PyObject *module, PyObject *args) {
         }
     }
     stream s;
+    core_parallel_for *run_parts = core_borrowed_for();
     PyThreadState *released = PyEval_SaveThread();
     begin(&s);
     add(&s, &count, sizeof count);
     for (Py_ssize_t i = 0; i < count; i++) {
         const int64_t there = tensors[i] != NULL;
         add(&s, &there, sizeof there);
-        if (there) add_tensor(&s, tensors[i]);
+        if (there) add_tensor(&s, tensors[i], run_parts);
     }
     uint64_t found = end(&s);
     PyEval_RestoreThread(released);

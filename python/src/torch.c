@@ -10,8 +10,6 @@
  */
 #include "core.h"
 
-#include <sys/mman.h>
-
 typedef int32_t empty_function(int64_t ndim, const int64_t *shape, const int64_t *strides, int32_t dtype,
                                int32_t device_type, int32_t device_index, void **tensor);
 typedef int32_t wrap_function(void *tensor, void *type, void **object);
@@ -20,7 +18,7 @@ typedef int32_t delete_function(void *tensor);
 static struct {
     PyObject *tensor_type, *parameter_type;
     PyObject *apply; /* of the autograd.Function whose forward is core_torch_record */
-    PyObject *empty; /* (prototype, shape, strides) -> tensor: where the three below are missing */
+    PyObject *empty; /* (prototype, shape, strides) -> tensor: for large ones, and where the three below are missing */
     empty_function *make;
     wrap_function *wrap;
     delete_function *delete;
@@ -100,9 +98,10 @@ static PyObject *sizes_tuple(const int64_t *sizes) {
     return Py_BuildValue("(LLLL)", (long long)sizes[0], (long long)sizes[1], (long long)sizes[2], (long long)sizes[3]);
 }
 
-/* A new tensor of four dimensions on the CPU, of the prototype's type. */
+/* A new, dense tensor of four dimensions on the CPU, of the prototype's type. */
 static PyObject *new_tensor(PyObject *prototype, rapt_dtype dtype, const int64_t *shape, const int64_t *strides) {
-    if (torch.make == NULL) {
+    enum { LARGE = 1 << 19 }; /* elements, for which there may be memory (_results.py) */
+    if (torch.make == NULL || shape[0] * shape[1] * shape[2] * shape[3] >= LARGE) {
         PyObject *sizes = sizes_tuple(shape), *steps = sizes_tuple(strides), *made = NULL;
         if (sizes != NULL && steps != NULL)
             made = PyObject_CallFunctionObjArgs(torch.empty, prototype, sizes, steps, NULL);
@@ -116,19 +115,6 @@ static PyObject *new_tensor(PyObject *prototype, rapt_dtype dtype, const int64_t
     int32_t failed = torch.wrap(tensor, NULL, &object);
     torch.delete(tensor);
     return failed == 0 ? object : PyErr_NoMemory();
-}
-
-/* The memory of a new, dense tensor in large pages, if it is so large that malloc may give it back to the system and ask for
- * it anew each time: the system then clears it in far fewer steps. */
-static void prefer_large_pages(const rapt_tensor *made) {
-#ifdef MADV_HUGEPAGE
-    enum { PAGE = 4096, LARGE = 4 << 20 };
-    uintptr_t begin = ((uintptr_t)made->data + PAGE - 1) / PAGE * PAGE;
-    uintptr_t end = (uintptr_t)made->data + (size_t)rapt_tensor_count(made) * rapt_dtype_size(made->dtype);
-    if (end - (uintptr_t)made->data >= LARGE) madvise((void *)begin, end - begin, MADV_HUGEPAGE);
-#else
-    (void)made;
-#endif
 }
 
 /* The strides of a dense tensor whose dimensions lie in the order of another's. */
@@ -222,7 +208,6 @@ static PyObject *attend(PyObject *const *objects, PyObject *mask_object, rapt_op
     PyObject *out = new_tensor(objects[0], t[0]->dtype, shape, strides);
     const rapt_tensor *view = out != NULL ? core_take(call, out, "out", true) : NULL;
     if (view == NULL) return Py_XDECREF(out), NULL;
-    prefer_large_pages(view);
     if (recording) {
         (*record)->options = *o; /* but for pointers, which the backward sets anew */
         o->lse = &(*record)->lse;
@@ -329,7 +314,6 @@ static PyObject *backward(PyObject *saved, PyObject *wanted, const record_object
             strides_like(t[i], strides);
             result = new_tensor(PyTuple_GetItem(saved, i), t[i]->dtype, t[i]->shape, strides);
             if (result != NULL && (g[i] = core_take(call, result, names[i], true)) == NULL) Py_CLEAR(result);
-            if (result != NULL) prefer_large_pages(g[i]);
         } else {
             result = core_none();
         }

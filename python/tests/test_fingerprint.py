@@ -26,6 +26,26 @@ def test_every_byte_counts(count: int) -> None:
     assert len(found) == count + 1 and fingerprint(array) in found
 
 
+@pytest.mark.parametrize("count", [(1 << 20) - 1, 1 << 20, (1 << 20) + 1, 3_000_017, (5 << 20) + 64])
+def test_bytes_of_long_arrays_count(count: int) -> None:
+    """They are read in parts: around the ends of parts, whatever their size, and in places drawn at random."""
+    array = bytes_of(count)
+    ends = np.arange(17) * (count // 16 // 64) * 64
+    places = {int(end + step) for end in ends for step in (-1, 0, 63, 64, 128, 16 * 64)} | {0, count - 65, count - 1}
+    places = {i for i in places if 0 <= i < count} | set(np.random.default_rng(5).integers(0, count, 60).tolist())
+    found = {fingerprint(array)}
+    for i in places:
+        array[i] ^= True
+        found.add(fingerprint(array))
+        array[i] ^= True
+    assert len(found) == len(places) + 1 and fingerprint(array.copy()) in found
+
+
+def test_order_of_parts_counts() -> None:
+    parts = bytes_of(1 << 20).reshape(16, -1)
+    assert fingerprint(parts) != fingerprint(parts[[1, 0, *range(2, 16)]])
+
+
 def test_every_bit_counts() -> None:
     array = np.random.default_rng(1).standard_normal(300).astype(np.float32)
     bits = array.view(np.uint32)

@@ -54,7 +54,7 @@ def test_interrupts_get_through(monkeypatch):
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(direct, "_empty", interrupt)
+    monkeypatch.setattr(direct, "empty_strided", interrupt)
     direct.connect(stable=False)
     with pytest.raises(KeyboardInterrupt):
         by_call(*(make(*SHAPE) for _ in range(3)))

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch", minversion="2.10")
 
 import rapt  # noqa: E402
 import rapt.torch  # noqa: E402
+from rapt import _core  # noqa: E402
 
 pytestmark = pytest.mark.skipif("RAPT_NUM_THREADS" in os.environ, reason="Rapt has a number of its own")
 
@@ -49,6 +50,17 @@ def test_bits():
     for count in (1, 2, 3, 8):
         torch.set_num_threads(count)
         assert torch.equal(attend(x), expected)
+
+
+def test_fingerprints():
+    weights = torch.randn(1 << 19)  # 2 MB, which threads read in parts
+    found = set()
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        found.add(_core.fingerprint(weights))
+    rapt.set_num_threads(2)
+    found.add(_core.fingerprint(weights))
+    assert len(found) == 1
 
 
 def test_threads_of_python():

@@ -9,6 +9,7 @@
 from rapt.torch._attention import scaled_dot_product_attention
 from rapt.torch._functional import multi_head_attention_forward
 from rapt.torch._layer import MultiheadAttention, convert, sdpa, unconvert
+from rapt.torch._results import release_memory
 from rapt.torch._transformers import register_transformers
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "convert",
     "multi_head_attention_forward",
     "register_transformers",
+    "release_memory",
     "scaled_dot_product_attention",
     "sdpa",
     "unconvert",

@@ -15,6 +15,7 @@ from rapt import _core
 from rapt.torch import _kernels as kernels
 from rapt.torch import _operators as operators
 from rapt.torch._libtorch import addresses, share_threads
+from rapt.torch._results import empty_strided
 from rapt.torch._shapes import align_mask
 
 attend = _core.torch_attend
@@ -50,15 +51,11 @@ class _Recorded(torch.autograd.Function):
         return tuple(r if want else None for r, want in zip(results, wanted))
 
 
-def _empty(prototype: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-    return torch.empty_strided(shape, strides, dtype=prototype.dtype, device=prototype.device)
-
-
 def connect(stable: bool = True) -> None:
     """Tells the binding what to call. `stable`: make tensors by the stable ABI, if it is there (PyTorch 2.14)."""
     # The apply of Function itself looks first whether transforms of torch.func are active, which is known here.
     apply = super(torch.autograd.Function, _Recorded).apply
-    _core.torch_connect(Tensor, torch.nn.Parameter, apply, _empty, addresses(*_STABLE) if stable else None)
+    _core.torch_connect(Tensor, torch.nn.Parameter, apply, empty_strided, addresses(*_STABLE) if stable else None)
 
 
 connect()

@@ -28,6 +28,7 @@ from rapt.torch._attention import (
     takes,
     takes_in_graph,
 )
+from rapt.torch._results import empty_like
 
 torch_forward = F.multi_head_attention_forward
 _saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -62,7 +63,7 @@ def run(
 ) -> tuple[Tensor, Tensor | None]:
     """One forward of the library. tensors: as INPUTS and then WEIGHTS say; keys: S'."""
     query, key, value, *more = tensors
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    out = empty_like(query, is_contiguous=True)
     shown = query.new_empty(_weights_shape(query, settings, keys, kind)) if kind else None
     if more[2] is not None:
         key = value = None
@@ -78,13 +79,13 @@ def _differentiate(ctx: Any, d_out: Tensor | None, d_weights: Tensor | None) -> 
     tensors = ctx.saved_tensors
     d_out = tensors[0].new_zeros(ctx.shape) if d_out is None else d_out.resolve_neg()
     d_weights = None if d_weights is None else d_weights.resolve_neg()
-    results = [torch.empty_like(t) if want else None for t, want in zip(tensors, ctx.wanted)]
-    into = dict(zip(INPUTS + WEIGHTS, results))
+    gradients = [empty_like(t) if want else None for t, want in zip(tensors, ctx.wanted)]
+    into = dict(zip(INPUTS + WEIGHTS, gradients))
     if ctx.shared:
         into["key"] = into["value"] = into["query"]  # the library adds them up
     weights = dict(ctx.settings, **dict(zip(WEIGHTS, tensors[len(INPUTS) :])))
     _core.functional_backward(weights, ctx.state, d_out, d_weights, into)
-    return results
+    return gradients
 
 
 # vmap, which makes gradients of many, takes them apart for operators alone, and operators are what counters see. What
