@@ -114,6 +114,7 @@ static rapt_status take_gradients(rapt_context *context, const rapt_options *opt
             k_shape[4] = {p->batch, p->kv_heads, p->keys, p->dim};
     int64_t v_shape[4] = {p->batch, p->kv_heads, p->keys, p->value_dim};
     g->accumulate = gradients->accumulate;
+    g->out_dtype = g->q_dtype = g->k_dtype = g->v_dtype = p->dtype;
     rapt_status status = take_gradient(context, "gradients.query", gradients->query, p->dtype, q_shape, &g->q);
     if (status == RAPT_OK) status = take_gradient(context, "gradients.key", gradients->key, p->dtype, k_shape, &g->k);
     if (status == RAPT_OK)

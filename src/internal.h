@@ -202,10 +202,11 @@ typedef struct mask_gradient {
 
 /* The backward of a problem whose out and lse are those of its forward. It has no cache. */
 typedef struct attn_gradients {
-    bool accumulate;   /* into what is there, but for the extra keys */
-    rapt_view out;     /* of the loss by the result, [N,H,L,Dv] */
+    bool accumulate;                                 /* into what is there, but for the extra keys */
+    rapt_dtype out_dtype, q_dtype, k_dtype, v_dtype; /* of these: the problem's dtype, or the accumulation type */
+    rapt_view out;                                   /* of the loss by the result, [N,H,L,Dv] */
     rapt_view weights; /* by the returned weights, [N,H,L,S'] or averaged [N,0,L,S']; data NULL: none */
-    rapt_view q, k, v; /* to compute, as the problem's; data NULL: not wanted */
+    rapt_view q, k, v; /* to compute, of the problem's shapes; data NULL: not wanted */
     rapt_view extra_k; /* [N,Hk,extra,D] of the accumulation type */
     rapt_view extra_v; /* [N,Hk,extra,Dv] likewise */
     mask_gradient mask, padding;
@@ -215,6 +216,7 @@ typedef struct attn_gradients {
  * its row. A group is all features, or a multiple of RAPT_PANEL. */
 typedef struct rapt_rows {
     char *data; /* NULL: absent */
+    rapt_dtype dtype;
     int64_t stride[3];
     int64_t group, group_stride;
 } rapt_rows;
@@ -233,7 +235,7 @@ typedef struct linear_part {
 } linear_part;
 
 typedef struct linear_problem {
-    rapt_dtype dtype;
+    rapt_dtype dtype;                /* of the weights; rows are of the same, or of its accumulation type */
     int64_t batch, length, features; /* rows are (n, l); K */
     rapt_rows x;                     /* [N, L, K] */
     bool adds;                       /* to what y is, instead of writing over it */
@@ -243,7 +245,7 @@ typedef struct linear_problem {
 
 /* The gradients of y = x * weight^T + bias. */
 typedef struct linear_gradients {
-    rapt_dtype dtype;
+    rapt_dtype dtype;                                 /* as above */
     int64_t batch, length, features_in, features_out; /* rows are (n, l); K; O */
     rapt_rows x, dy;                                  /* [N, L, K], [N, L, O] */
     rapt_tensor weight;                               /* [O, K], for dx */

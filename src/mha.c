@@ -110,9 +110,9 @@ static bool has_rows(const linear_problem *linear) { return linear->batch > 0 &&
 
 /* ---- scratch memory ---- */
 
-size_t rapt_mha_rows_bytes(const attn_problem *p, int64_t length, int64_t features) {
+size_t rapt_mha_rows_bytes(const attn_problem *p, rapt_dtype dtype, int64_t length, int64_t features) {
     size_t rows = rapt_size_mul((size_t)p->batch, (size_t)length);
-    return rapt_size_mul(rows, rapt_size_mul((size_t)features, rapt_dtype_size(p->dtype)));
+    return rapt_size_mul(rows, rapt_size_mul((size_t)features, rapt_dtype_size(dtype)));
 }
 
 bool rapt_mha_makes_extra(const rapt_context *context, const attn_problem *p, const mha_parts *parts) {
@@ -121,10 +121,10 @@ bool rapt_mha_makes_extra(const rapt_context *context, const attn_problem *p, co
 
 static void place_heads(const mha_call *call, char *q, char *k, char *v, char *attended, mha_scratch *scratch) {
     const attn_problem *p = &call->problem;
-    scratch->q = rapt_mha_heads(p, q, p->queries, p->heads);
-    scratch->k = rapt_mha_heads(p, k, call->key_rows, p->kv_heads);
-    scratch->v = rapt_mha_heads(p, v, call->key_rows, p->kv_heads);
-    scratch->attended = rapt_mha_heads(p, attended, p->queries, p->heads);
+    scratch->q = rapt_mha_heads(p, p->dtype, q, p->queries, p->heads);
+    scratch->k = rapt_mha_heads(p, p->dtype, k, call->key_rows, p->kv_heads);
+    scratch->v = rapt_mha_heads(p, p->dtype, v, call->key_rows, p->kv_heads);
+    scratch->attended = rapt_mha_heads(p, p->dtype, attended, p->queries, p->heads);
 }
 
 static size_t packed_bytes(const mha_projection *projection) {
@@ -158,8 +158,8 @@ static rapt_status reserve(mha_call *call, bool attends, mha_scratch *scratch) {
     mha_projection *packed[4] = {call->projects[0] ? &parts->q : NULL, call->projects[1] ? &parts->k : NULL,
                                  call->projects[2] ? &parts->v : NULL, call->out != NULL ? &parts->out : NULL};
 
-    size_t q = rapt_mha_rows_bytes(p, p->queries, p->heads * p->dim);
-    size_t k = call->projects[2] ? rapt_mha_rows_bytes(p, call->key_rows, p->kv_heads * p->dim) : 0;
+    size_t q = rapt_mha_rows_bytes(p, p->dtype, p->queries, p->heads * p->dim);
+    size_t k = call->projects[2] ? rapt_mha_rows_bytes(p, p->dtype, call->key_rows, p->kv_heads * p->dim) : 0;
     size_t lse = state != NULL ? (size_t)(p->batch * p->heads * p->queries) * sizeof(double) : 0;
     size_t kept = 0, total = 0;
     const size_t kept_sizes[] = {q, q, k, k, lse};

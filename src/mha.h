@@ -150,20 +150,22 @@ rapt_status rapt_mha_check_backward(const rapt_mha *layer, const rapt_mha_config
  * and products read them without gaps; else row after row, [N, length, heads, D]. */
 typedef struct mha_heads {
     char *data;
+    rapt_dtype dtype;
     int64_t length, heads, dim;
     int64_t row_stride, head_stride;
 } mha_heads;
 
-static inline mha_heads rapt_mha_heads(const attn_problem *p, char *data, int64_t length, int64_t heads) {
-    mha_heads result = {.data = data, .length = length, .heads = heads, .dim = p->dim};
+static inline mha_heads rapt_mha_heads(const attn_problem *p, rapt_dtype dtype, char *data, int64_t length,
+                                       int64_t heads) {
+    mha_heads result = {.data = data, .dtype = dtype, .length = length, .heads = heads, .dim = p->dim};
     bool head_after_head = p->dim % RAPT_PANEL == 0;
     result.row_stride = head_after_head ? p->dim : heads * p->dim;
     result.head_stride = head_after_head ? p->batch * length * p->dim : p->dim;
     return result;
 }
 /* Some of them. */
-static inline mha_heads rapt_mha_some_heads(const attn_problem *p, mha_heads all, int64_t first, int64_t heads) {
-    int64_t bytes = first * all.head_stride * (int64_t)rapt_dtype_size(p->dtype);
+static inline mha_heads rapt_mha_some_heads(mha_heads all, int64_t first, int64_t heads) {
+    int64_t bytes = first * all.head_stride * (int64_t)rapt_dtype_size(all.dtype);
     all.data = (char *)((uintptr_t)all.data + (uintptr_t)bytes); /* an address of a plan may be none of memory yet */
     all.heads = heads;
     return all;
@@ -177,12 +179,13 @@ static inline rapt_rows rapt_mha_rows_view(const mha_heads *heads) {
     int64_t row = heads->row_stride;
     bool has_gaps = heads->head_stride != heads->dim;
     return (rapt_rows){.data = heads->data,
+                       .dtype = heads->dtype,
                        .stride = {heads->length * row, row, 1},
                        .group = has_gaps ? heads->dim : heads->heads * heads->dim,
                        .group_stride = heads->head_stride};
 }
-/* Bytes of [N, length, features] of the problem's dtype. */
-size_t rapt_mha_rows_bytes(const attn_problem *problem, int64_t length, int64_t features);
+/* Bytes of [N, length, features]. */
+size_t rapt_mha_rows_bytes(const attn_problem *problem, rapt_dtype dtype, int64_t length, int64_t features);
 /* Whether the extra keys must be made in scratch memory: a backend that reads no packed weights wants them as they are
  * now, and those of a functional call are nowhere. */
 bool rapt_mha_makes_extra(const rapt_context *context, const attn_problem *problem, const mha_parts *parts);

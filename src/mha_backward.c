@@ -12,11 +12,12 @@
 
 enum { QUERY, KEY, VALUE };
 
-/* Memory between the steps. */
+/* Memory between the steps. Gradients are of the accumulation type there: those of bf16 and f16 are rounded once, at the
+ * end. */
 typedef struct backward_scratch {
     char *d_attended;        /* H heads of L rows a sequence */
     char *d_heads[3];        /* dq, dk, dv: H heads of L rows, Hk of S; joint ones are all in the first */
-    char *extra_k, *extra_v; /* [N, Hk, extra, D] of the accumulation type */
+    char *extra_k, *extra_v; /* [N, Hk, extra, D] */
     void *rotary;            /* of rapt_rotate_rows */
     int64_t *padding;        /* [N], for that */
     void *stage;             /* of the backend, for one step at a time */
@@ -115,18 +116,23 @@ static backward_plan start_plan(const mha_backward *b) {
 
 static int64_t all_heads(const attn_problem *p) { return p->heads + 2 * p->kv_heads; }
 
+static mha_heads d_attended(const attn_problem *p, const backward_scratch *scratch) {
+    return rapt_mha_heads(p, rapt_accumulation_dtype(p->dtype), scratch->d_attended, p->queries, p->heads);
+}
+
 /* dq, dk or dv. */
 static mha_heads d_heads(const mha_backward *b, const backward_scratch *scratch, const backward_plan *plan, int i) {
     const attn_problem *p = &b->state->problem;
-    if (!plan->is_joint) return rapt_mha_heads(p, scratch->d_heads[i], plan->length[i], plan->heads[i]);
-    mha_heads all = rapt_mha_heads(p, scratch->d_heads[QUERY], p->queries, all_heads(p));
+    rapt_dtype dtype = rapt_accumulation_dtype(p->dtype);
+    if (!plan->is_joint) return rapt_mha_heads(p, dtype, scratch->d_heads[i], plan->length[i], plan->heads[i]);
+    mha_heads all = rapt_mha_heads(p, dtype, scratch->d_heads[QUERY], p->queries, all_heads(p));
     int64_t first = i == QUERY ? 0 : i == KEY ? p->heads : p->heads + p->kv_heads;
-    return rapt_mha_some_heads(p, all, first, plan->heads[i]);
+    return rapt_mha_some_heads(all, first, plan->heads[i]);
 }
 
 static void plan_output(const mha_backward *b, const backward_scratch *scratch, backward_plan *plan) {
     const attn_problem *p = &b->state->problem;
-    mha_heads attended = rapt_mha_heads(p, p->out.data, p->queries, p->heads);
+    mha_heads attended = rapt_mha_heads(p, p->dtype, p->out.data, p->queries, p->heads);
     linear_gradients *output = &plan->output;
     *output = (linear_gradients){.dtype = p->dtype,
                                  .features_in = p->heads * p->dim,
@@ -137,8 +143,8 @@ static void plan_output(const mha_backward *b, const backward_scratch *scratch, 
                                  .d_bias = b->parameters.out.bias,
                                  .adds_parameters = b->accumulate};
     output->dy = rapt_mha_layout_view(&b->state->config, &b->d_out, &output->batch, &output->length);
-    mha_heads d_attended = rapt_mha_heads(p, scratch->d_attended, p->queries, p->heads);
-    if (plan->attends) output->dx = rapt_mha_rows_view(&d_attended);
+    mha_heads dx = d_attended(p, scratch);
+    if (plan->attends) output->dx = rapt_mha_rows_view(&dx);
 }
 
 static void plan_attention(const mha_backward *b, const backward_scratch *scratch, backward_plan *plan) {
@@ -148,12 +154,15 @@ static void plan_attention(const mha_backward *b, const backward_scratch *scratc
     attn_gradients *g = &plan->attention;
     *g = b->attention; /* static keys and values, masks, d_weights */
     g->accumulate = plan->adds_directly;
-    mha_heads d_attended = rapt_mha_heads(p, scratch->d_attended, p->queries, p->heads);
-    g->out = rapt_mha_heads_view(&d_attended);
+    mha_heads d_out = d_attended(p, scratch);
+    g->out = rapt_mha_heads_view(&d_out);
+    g->out_dtype = d_out.dtype;
     rapt_view *views[3] = {&g->q, &g->k, &g->v};
+    rapt_dtype *dtypes[3] = {&g->q_dtype, &g->k_dtype, &g->v_dtype};
     for (int i = 0; i < 3; i++) {
         mha_heads heads = d_heads(b, scratch, plan, i);
         if (plan->wanted[i]) *views[i] = rapt_mha_heads_view(&heads);
+        *dtypes[i] = plan->wanted[i] ? heads.dtype : p->dtype;
     }
     rapt_view extra = {.stride = {p->kv_heads * p->extra_keys * p->dim, p->extra_keys * p->dim, p->dim, 1}};
     g->extra_k = g->extra_v = extra;
@@ -266,11 +275,12 @@ static rapt_status reserve(mha_backward *b, backward_plan *plan, backward_scratc
     mha_parts *parts = &b->parts;
     bool makes_extra = plan->attends && rapt_mha_makes_extra(context, p, parts);
 
-    size_t attended = plan->attends ? rapt_mha_rows_bytes(p, p->queries, p->heads * p->dim) : 0, heads[3] = {0};
+    rapt_dtype dtype = rapt_accumulation_dtype(p->dtype);
+    size_t attended = plan->attends ? rapt_mha_rows_bytes(p, dtype, p->queries, p->heads * p->dim) : 0, heads[3] = {0};
     for (int i = 0; i < 3; i++) {
         bool has_own = plan->wanted[i] && (i == QUERY || !plan->is_joint);
         int64_t count = plan->is_joint ? all_heads(p) : plan->heads[i];
-        if (has_own) heads[i] = rapt_mha_rows_bytes(p, plan->length[i], count * p->dim);
+        if (has_own) heads[i] = rapt_mha_rows_bytes(p, dtype, plan->length[i], count * p->dim);
     }
     size_t extra_sums = rapt_size_mul((size_t)p->batch, (size_t)(p->kv_heads * p->extra_keys * p->dim));
     extra_sums = rapt_size_mul(extra_sums, rapt_accumulation_size(p->dtype));
@@ -321,6 +331,7 @@ static void turn_back(const mha_backward *b, const backward_plan *plan, const ba
     const attn_problem *p = &b->state->problem;
     rotary_rows rows = rapt_mha_rotary_rows(p, rotary, scratch->padding);
     rows.backward = true;
+    rows.dtype = rapt_accumulation_dtype(p->dtype);
     mha_heads q = d_heads(b, scratch, plan, QUERY), k = d_heads(b, scratch, plan, KEY);
     if (plan->wanted[QUERY]) rapt_mha_turn_heads(&q, &rows.q);
     if (plan->wanted[KEY]) rapt_mha_turn_heads(&k, &rows.k);

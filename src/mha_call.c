@@ -13,7 +13,7 @@ typedef long long ll; /* for printf */
 rapt_rows rapt_mha_layout_view(const rapt_mha_config *config, const rapt_tensor *tensor, int64_t *batch,
                                int64_t *length) {
     rapt_tensor normalised = rapt_normalised(tensor);
-    rapt_rows view = {.data = tensor->data, .group = tensor->shape[tensor->ndim - 1]};
+    rapt_rows view = {.data = tensor->data, .dtype = tensor->dtype, .group = tensor->shape[tensor->ndim - 1]};
     bool batched = tensor->ndim == 3;
     int32_t length_dim = batched && config->batch_first ? 1 : 0, batch_dim = 1 - length_dim;
     *batch = batched ? tensor->shape[batch_dim] : 1;

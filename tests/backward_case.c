@@ -209,6 +209,7 @@ static void backward_with_extra(rapt_context *context, const backward_case *c, c
     attn_problem p = make_problem(context, c, r, &seen);
     p.average_weights = !options->per_head_weights;
     attn_gradients g = {.accumulate = c->accumulate, .out = contiguous_view(&c->d_out)};
+    g.out_dtype = g.q_dtype = g.k_dtype = g.v_dtype = p.dtype;
     if (c->d_weights.data != NULL) {
         assert_ok(context, rapt_take_weights(context, "d_weights", &c->d_weights, true, &p, &g.weights));
     }

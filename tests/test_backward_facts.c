@@ -334,6 +334,7 @@ static rapt_tensor make_rows(test_random *random, rapt_dtype dtype, int64_t n, i
 static rapt_rows rows_of(const rapt_tensor *tensor) {
     int32_t last = tensor->ndim - 1;
     return (rapt_rows){.data = tensor->data,
+                       .dtype = tensor->dtype,
                        .stride = {tensor->stride[0], tensor->stride[1], tensor->stride[last]},
                        .group = tensor->shape[last],
                        .group_stride = tensor->stride[2]};

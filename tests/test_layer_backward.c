@@ -671,6 +671,36 @@ static void test_static_keys(void **state) {
     for (int i = 0; i < 4; i++) check_static(i % 2 == 0 ? reference : cpu, i / 2 == 1);
 }
 
+/* Of bf16 and f16, what lies between the steps is not rounded to them: with one key, value's gradient is
+ * w_out (1 + u)(1 + u) - (1 + 2u), of which rounding would leave nothing. */
+static void test_gradients_are_rounded_once(void **state) {
+    (void)state;
+    for (int i = 0; i < 4; i++) {
+        rapt_context *context = i % 2 == 0 ? reference : cpu;
+        double u = i < 2 ? 0x1p-7 : 0x1p-10; /* one unit in the last place of 1 */
+        rapt_mha_config config = rapt_mha_config_default(2, 1);
+        config.dtype = i < 2 ? RAPT_BF16 : RAPT_F16;
+        config.bias = false;
+        training_case c;
+        make_plain(context, config, 1, 1, 1, &c);
+        rapt_tensor in, out;
+        assert_ok(context, rapt_mha_find(context, c.layer, "in_proj_weight", &in));
+        assert_ok(context, rapt_mha_find(context, c.layer, "out_proj.weight", &out));
+        const double values[4] = {1, 0, -1, 0}, outputs[4] = {1 + u, 0, 0, 1}, d_out[2] = {1 + u, 1 + 2 * u};
+        for (int e = 0; e < 4; e++) {
+            set_element(&in, 8 + e, values[e]); /* rows 4 and 5 are value's */
+            set_element(&out, e, outputs[e]);
+        }
+        for (int e = 0; e < 2; e++) set_element(&c.d_out, e, d_out[e]);
+        assert_ok(context, rapt_mha_commit(context, c.layer));
+        gradient_set set;
+        train_once(context, &c, APART, &set);
+        assert_true(get_element(&set.tensor[VALUE], 0) == u * u);
+        free_gradients(&set);
+        free_training_case(&c);
+    }
+}
+
 /* In eval mode nothing is drawn, and the gradients are those without dropout. */
 static void test_modes(void **state) {
     (void)state;
@@ -722,6 +752,7 @@ int main(void) {
         cmocka_unit_test(test_empty),
         cmocka_unit_test(test_hidden_reaches_nothing),
         cmocka_unit_test(test_static_keys),
+        cmocka_unit_test(test_gradients_are_rounded_once),
         cmocka_unit_test(test_modes),
     };
     return cmocka_run_group_tests_name("layer backward", tests, make_contexts, destroy_contexts);

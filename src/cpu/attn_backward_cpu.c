@@ -197,12 +197,13 @@ static void finish_rows(const backward_job *job, const attn_row_block *block, in
     const attn_problem *p = job->problem;
     const attn_rows *rows = &block->rows;
     const rapt_view *to = &job->gradients->q;
+    rapt_dtype dtype = job->gradients->q_dtype;
     void *row_scratch = lane_scratch(job, lane);
     keep_stats(job, block);
     for (int64_t r = 0; r < rows->count && to->data != NULL; r++) {
         int64_t row = rows->first + r, head = rows->first_head + row % rows->heads, query = row / rows->heads;
         job->kernels->store_block_row(block->d_q, r, p->dim, p->scale, job->gradients->accumulate,
-                                      row_of(to, p->dtype, rows->n, head, query), p->dtype, to->stride[3], row_scratch);
+                                      row_of(to, dtype, rows->n, head, query), dtype, to->stride[3], row_scratch);
     }
 }
 
@@ -210,7 +211,8 @@ static void finish_keys(const backward_job *job, const backward_unit *unit, cons
     const attn_problem *p = job->problem;
     const attn_gradients *g = job->gradients;
     bool extra = block->keys.extra, adds = g->accumulate && !extra;
-    rapt_dtype dtype = extra ? rapt_accumulation_dtype(p->dtype) : p->dtype;
+    rapt_dtype k_dtype = extra ? rapt_accumulation_dtype(p->dtype) : g->k_dtype;
+    rapt_dtype v_dtype = extra ? rapt_accumulation_dtype(p->dtype) : g->v_dtype;
     const rapt_view *k = extra ? &g->extra_k : &g->k, *v = extra ? &g->extra_v : &g->v;
     double natural = 0x1.62e42fefa39efp-1; /* ln 2: q was multiplied by scale * log2(e) */
     void *row_scratch = lane_scratch(job, lane);
@@ -218,12 +220,12 @@ static void finish_keys(const backward_job *job, const backward_unit *unit, cons
         int64_t key = extra ? j : block->keys.first_key + j;
         if (k->data != NULL) {
             job->kernels->store_block_row(block->d_k, j, p->dim, natural, adds,
-                                          row_of(k, dtype, unit->n, unit->kv_head, key), dtype, k->stride[3],
+                                          row_of(k, k_dtype, unit->n, unit->kv_head, key), k_dtype, k->stride[3],
                                           row_scratch);
         }
         if (v->data != NULL) {
             job->kernels->store_block_row(block->d_v, j, p->value_dim, 1, adds,
-                                          row_of(v, dtype, unit->n, unit->kv_head, key), dtype, v->stride[3],
+                                          row_of(v, v_dtype, unit->n, unit->kv_head, key), v_dtype, v->stride[3],
                                           row_scratch);
         }
     }
@@ -235,14 +237,15 @@ static void clear_hidden_keys(const backward_job *job, const backward_unit *unit
     const attn_gradients *g = job->gradients;
     if (g->accumulate) return;
     const rapt_view *views[2] = {&g->k, &g->v};
+    rapt_dtype dtypes[2] = {g->k_dtype, g->v_dtype};
     int64_t dims[2] = {p->dim, p->value_dim};
     for (int64_t j = 0; j < p->keys; j++) {
         if (j == unit->first_key && j < unit->end) j = unit->end;
         if (j == p->keys) break;
         for (int i = 0; i < 2; i++) {
             if (views[i]->data == NULL) continue;
-            char *row = row_of(views[i], p->dtype, unit->n, unit->kv_head, j);
-            for (int64_t d = 0; d < dims[i]; d++) rapt_store(row, p->dtype, d * views[i]->stride[3], 0);
+            char *row = row_of(views[i], dtypes[i], unit->n, unit->kv_head, j);
+            for (int64_t d = 0; d < dims[i]; d++) rapt_store(row, dtypes[i], d * views[i]->stride[3], 0);
         }
     }
 }
@@ -262,7 +265,7 @@ static void want_unit(const backward_job *job, int64_t index, char *memory, rapt
     rapt_want_soon(soon, &p->k, p->dtype, unit->n, unit->kv_head, unit->first_key, count, p->dim);
     for (int64_t h = unit->kv_head * plan->group; h < (unit->kv_head + 1) * plan->group; h++) {
         rapt_want_soon(soon, &p->out, p->dtype, unit->n, h, 0, p->queries, p->value_dim);
-        rapt_want_soon(soon, &job->gradients->out, p->dtype, unit->n, h, 0, p->queries, p->value_dim);
+        rapt_want_soon(soon, &job->gradients->out, job->gradients->out_dtype, unit->n, h, 0, p->queries, p->value_dim);
         rapt_want_soon(soon, &p->q, p->dtype, unit->n, h, 0, p->queries, p->dim);
     }
 }
@@ -275,8 +278,8 @@ static void want_keys(const backward_job *job, const backward_unit *unit, const 
     rapt_want_soon(soon, &p->v, p->dtype, unit->n, unit->kv_head, next, count, p->value_dim);
     rapt_want_soon(soon, &p->k, p->dtype, unit->n, unit->kv_head, next, count, p->dim);
     const attn_gradients *g = job->gradients;
-    rapt_want_soon(soon, &g->v, p->dtype, unit->n, unit->kv_head, keys->first_key, keys->keys, p->value_dim);
-    rapt_want_soon(soon, &g->k, p->dtype, unit->n, unit->kv_head, keys->first_key, keys->keys, p->dim);
+    rapt_want_soon(soon, &g->v, g->v_dtype, unit->n, unit->kv_head, keys->first_key, keys->keys, p->value_dim);
+    rapt_want_soon(soon, &g->k, g->k_dtype, unit->n, unit->kv_head, keys->first_key, keys->keys, p->dim);
 }
 
 static void run_unit(void *arg, int64_t index, int32_t lane) {

@@ -70,7 +70,7 @@ static char *panel_at(const parameter_job *job, char *panels, int64_t panel) {
 /* Whether rows are panels where they lie, as a layer's heads of 64 are. */
 static bool are_panels(const linear_gradients *g, const rapt_rows *rows, int64_t features) {
     int64_t panel = g->batch * g->length * PANEL;
-    return g->dtype == rapt_accumulation_dtype(g->dtype) && features % PANEL == 0 && rows->stride[2] == 1 &&
+    return rows->dtype == rapt_accumulation_dtype(g->dtype) && features % PANEL == 0 && rows->stride[2] == 1 &&
            rows->stride[1] == PANEL && (g->batch == 1 || rows->stride[0] == g->length * PANEL) &&
            (features == PANEL || (rows->group == PANEL && rows->group_stride == panel));
 }
@@ -86,13 +86,13 @@ static void pack_panel(void *arg, int64_t panel, int32_t lane) {
     int64_t features = is_x ? g->features_in : g->features_out, width = panel_width(features, panel);
     const rapt_rows *from = is_x ? &g->x : &g->dy;
     char *to = panel_at(job, is_x ? job->x : job->dy, panel);
-    int64_t element = (int64_t)rapt_dtype_size(g->dtype);
+    int64_t element = (int64_t)rapt_dtype_size(from->dtype);
     bool is_finite = true;
     for (int64_t n = 0; n < g->batch; n++) {
-        is_finite &=
-            job->kernels->pack_rows(to + job->real * (size_t)(n * g->length * width), width,
-                                    from->data + element * (n * from->stride[0] + rapt_feature_at(from, panel * PANEL)),
-                                    g->dtype, g->length, columns_of(features, panel), from->stride[1], from->stride[2]);
+        is_finite &= job->kernels->pack_rows(
+            to + job->real * (size_t)(n * g->length * width), width,
+            from->data + element * (n * from->stride[0] + rapt_feature_at(from, panel * PANEL)), from->dtype, g->length,
+            columns_of(features, panel), from->stride[1], from->stride[2]);
     }
     if (is_x && !is_finite) atomic_store_explicit(&job->has_non_finite_x, true, memory_order_relaxed);
 }

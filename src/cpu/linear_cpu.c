@@ -75,7 +75,7 @@ size_t rapt_cpu_linear_scratch(const rapt_context *context, const linear_problem
 /* Rows first .. first + count of x, where they lie or packed into `buffer`. */
 static rapt_rows block_of_x(const linear_job *job, int64_t first, int64_t count, char *buffer) {
     const linear_problem *p = job->problem;
-    int64_t real = (int64_t)rapt_accumulation_size(p->dtype), element = (int64_t)rapt_dtype_size(p->dtype);
+    int64_t real = (int64_t)rapt_accumulation_size(p->dtype), element = (int64_t)rapt_dtype_size(p->x.dtype);
     rapt_rows block = p->x;
     if (job->reads_in_place) {
         block.stride[1] = p->length == 1 ? p->x.stride[0] : p->x.stride[1];
@@ -87,7 +87,7 @@ static rapt_rows block_of_x(const linear_job *job, int64_t first, int64_t count,
         const char *row = p->x.data + element * (n * p->x.stride[0] + l * p->x.stride[1]);
         for (int64_t f = 0; f < p->features; f += p->x.group) {
             job->kernels->pack_rows(buffer + real * (r * p->features + f), p->x.group,
-                                    row + element * rapt_feature_at(&p->x, f), p->dtype, 1, p->x.group, 0,
+                                    row + element * rapt_feature_at(&p->x, f), p->x.dtype, 1, p->x.group, 0,
                                     p->x.stride[2]);
         }
     }
@@ -97,7 +97,7 @@ static rapt_rows block_of_x(const linear_job *job, int64_t first, int64_t count,
 static void run_block(void *arg, int64_t item, int32_t lane) {
     const linear_job *job = arg;
     const linear_problem *p = job->problem;
-    size_t real = rapt_accumulation_size(p->dtype), element = rapt_dtype_size(p->dtype);
+    size_t real = rapt_accumulation_size(p->dtype);
     int64_t panel = item % job->panels, first = item / job->panels * job->block_rows;
     int64_t count = job->rows - first < job->block_rows ? job->rows - first : job->block_rows;
     const linear_part *part = p->part;
@@ -108,6 +108,7 @@ static void run_block(void *arg, int64_t item, int32_t lane) {
     rapt_rows x = block_of_x(job, first, count, buffer);
     const char *weights = (const char *)part->packed + real * (size_t)panel_offset(p->features, panel);
     int64_t columns = columns_of(part->features, panel);
+    size_t element = rapt_dtype_size(part->y.dtype);
     bool writes_in_place = real == element && columns == width && part->y.stride[2] == 1 && !p->adds;
     if (!writes_in_place) job->kernels->linear_panel(&x, count, p->features, weights, width, partial, partial, width);
     for (int64_t r = 0, rows; r < count; r += rows) {
@@ -123,7 +124,7 @@ static void run_block(void *arg, int64_t item, int32_t lane) {
         } else {
             rows = 1;
             (p->adds ? job->kernels->add_row : job->kernels->store_row)(partial + real * (size_t)(r * width), columns,
-                                                                        y, p->dtype, part->y.stride[2]);
+                                                                        y, part->y.dtype, part->y.stride[2]);
         }
     }
 }
@@ -137,7 +138,7 @@ void rapt_cpu_linear(rapt_context *context, const linear_problem *p, void *scrat
     }
     bool rows_even = p->batch == 1 || p->length == 1 || p->x.stride[0] == p->length * p->x.stride[1];
     job.reads_in_place =
-        p->dtype == rapt_accumulation_dtype(p->dtype) && (p->x.stride[2] == 1 || p->features == 1) && rows_even;
+        p->x.dtype == rapt_accumulation_dtype(p->dtype) && (p->x.stride[2] == 1 || p->features == 1) && rows_even;
     job.lanes = scratch;
     job.lane_bytes = lane_size(p);
     job.block_rows = BLOCK_REALS / p->features / LEAST_BLOCK_ROWS * LEAST_BLOCK_ROWS;

@@ -54,7 +54,7 @@ static double weight_gradient(const attn_problem *p, const attn_gradients *g, in
     int64_t kv_head = h / (p->heads / p->kv_heads);
     double sum = 0;
     for (int64_t d = 0; d < p->value_dim; d++) {
-        sum += rapt_ref_element(&g->out, p->dtype, n, h, i, d) * rapt_ref_value_element(p, n, kv_head, j, d);
+        sum += rapt_ref_element(&g->out, g->out_dtype, n, h, i, d) * rapt_ref_value_element(p, n, kv_head, j, d);
     }
     if (g->weights.data == NULL) return sum;
     if (!p->average_weights) return sum + rapt_ref_element(&g->weights, p->dtype, n, h, i, j);
@@ -84,7 +84,7 @@ static void backward_row(const attn_problem *p, const attn_gradients *g, int64_t
         mean += row->probability[c] * sums->d_probability[c];
         for (int64_t d = 0; d < p->value_dim; d++) {
             sums->v[j * p->value_dim + d] +=
-                row->probability[c] * kept * rapt_ref_element(&g->out, p->dtype, n, h, i, d);
+                row->probability[c] * kept * rapt_ref_element(&g->out, g->out_dtype, n, h, i, d);
         }
     }
     int64_t count = row->count == 1 ? 0 : row->count; /* of scores that matter */
@@ -104,7 +104,7 @@ static void backward_row(const attn_problem *p, const attn_gradients *g, int64_t
             sum += sums->d_probability[c] * rapt_ref_key_element(p, n, kv_head, row->key[c], d);
         }
         const int64_t *stride = g->q.stride;
-        put(&g->q, p->dtype, g->accumulate, n * stride[0] + h * stride[1] + i * stride[2] + d * stride[3],
+        put(&g->q, g->q_dtype, g->accumulate, n * stride[0] + h * stride[1] + i * stride[2] + d * stride[3],
             p->scale * sum);
     }
 }
@@ -113,7 +113,7 @@ static void backward_row(const attn_problem *p, const attn_gradients *g, int64_t
 static bool has_no_gradient(const attn_problem *p, const attn_gradients *g, int64_t n, int64_t h, int64_t i) {
     bool all_zero = g->weights.data == NULL;
     for (int64_t d = 0; d < p->value_dim && all_zero; d++)
-        all_zero = rapt_ref_element(&g->out, p->dtype, n, h, i, d) == 0;
+        all_zero = rapt_ref_element(&g->out, g->out_dtype, n, h, i, d) == 0;
     return all_zero;
 }
 
@@ -121,13 +121,13 @@ static bool has_no_gradient(const attn_problem *p, const attn_gradients *g, int6
 
 /* The gradients of a KV head's keys (or values) [S'][dim], the real ones and the extra ones. */
 static void put_keys(const attn_problem *p, const double *sums, int64_t dim, bool accumulate, const rapt_view *real,
-                     const rapt_view *extra, int64_t n, int64_t kv_head) {
+                     rapt_dtype dtype, const rapt_view *extra, int64_t n, int64_t kv_head) {
     for (int64_t j = 0; j < p->keys + p->extra_keys; j++) {
         bool is_real = j < p->keys;
         const rapt_view *view = is_real ? real : extra;
         int64_t row = n * view->stride[0] + kv_head * view->stride[1] + (is_real ? j : j - p->keys) * view->stride[2];
         for (int64_t d = 0; d < dim; d++) {
-            put(view, is_real ? p->dtype : rapt_accumulation_dtype(p->dtype), is_real && accumulate,
+            put(view, is_real ? dtype : rapt_accumulation_dtype(p->dtype), is_real && accumulate,
                 row + d * view->stride[3], sums[j * dim + d]);
         }
     }
@@ -170,8 +170,8 @@ void rapt_ref_attn_backward(rapt_context *context, const attn_problem *p, const 
                     backward_row(p, g, n, h, i, &row, &sums);
                 }
             }
-            put_keys(p, sums.k, p->dim, g->accumulate, &g->k, &g->extra_k, n, kv_head);
-            put_keys(p, sums.v, p->value_dim, g->accumulate, &g->v, &g->extra_v, n, kv_head);
+            put_keys(p, sums.k, p->dim, g->accumulate, &g->k, g->k_dtype, &g->extra_k, n, kv_head);
+            put_keys(p, sums.v, p->value_dim, g->accumulate, &g->v, g->v_dtype, &g->extra_v, n, kv_head);
         }
     }
     put_mask(p, &g->mask, g->accumulate, sums.mask);

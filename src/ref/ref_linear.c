@@ -10,7 +10,8 @@ size_t rapt_ref_linear_scratch(const rapt_context *context, const linear_problem
 static double dot(const linear_problem *p, const linear_part *part, int64_t n, int64_t l, int64_t o) {
     double sum = 0;
     for (int64_t k = 0; k < p->features; k++) {
-        double x = rapt_load(p->x.data, p->dtype, n * p->x.stride[0] + l * p->x.stride[1] + rapt_feature_at(&p->x, k));
+        double x =
+            rapt_load(p->x.data, p->x.dtype, n * p->x.stride[0] + l * p->x.stride[1] + rapt_feature_at(&p->x, k));
         sum += x * rapt_load(part->weight.data, p->dtype, o * part->weight.stride[0] + k * part->weight.stride[1]);
     }
     if (part->bias.data != NULL) sum += rapt_load(part->bias.data, p->dtype, o * part->bias.stride[0]);
@@ -26,7 +27,7 @@ void rapt_ref_linear(rapt_context *context, const linear_problem *p, void *scrat
             for (int64_t l = 0; l < p->length; l++) {
                 for (int64_t o = 0; o < part->features; o++) {
                     int64_t at = n * part->y.stride[0] + l * part->y.stride[1] + rapt_feature_at(&part->y, o);
-                    rapt_store(part->y.data, p->dtype, at, dot(p, part, n, l, o) + 0.0);
+                    rapt_store(part->y.data, part->y.dtype, at, dot(p, part, n, l, o) + 0.0);
                 }
             }
         }

@@ -12,8 +12,9 @@ size_t rapt_ref_linear_backward_scratch(const rapt_context *context, const linea
     return 0;
 }
 
-static double at(const rapt_rows *rows, rapt_dtype dtype, int64_t n, int64_t l, int64_t feature) {
-    return rapt_load(rows->data, dtype, n * rows->stride[0] + l * rows->stride[1] + rapt_feature_at(rows, feature));
+static double at(const rapt_rows *rows, int64_t n, int64_t l, int64_t feature) {
+    return rapt_load(rows->data, rows->dtype,
+                     n * rows->stride[0] + l * rows->stride[1] + rapt_feature_at(rows, feature));
 }
 
 static void put(void *data, rapt_dtype dtype, bool adds, int64_t index, double value) {
@@ -27,10 +28,10 @@ static void input_gradient(const linear_gradients *g) {
                 double sum = 0;
                 for (int64_t o = 0; o < g->features_out; o++) {
                     int64_t weight = o * g->weight.stride[0] + k * g->weight.stride[1];
-                    sum += at(&g->dy, g->dtype, n, l, o) * rapt_load(g->weight.data, g->dtype, weight);
+                    sum += at(&g->dy, n, l, o) * rapt_load(g->weight.data, g->dtype, weight);
                 }
                 int64_t index = n * g->dx.stride[0] + l * g->dx.stride[1] + rapt_feature_at(&g->dx, k);
-                put(g->dx.data, g->dtype, g->adds_dx, index, sum);
+                put(g->dx.data, g->dx.dtype, g->adds_dx, index, sum);
             }
         }
     }
@@ -38,7 +39,7 @@ static void input_gradient(const linear_gradients *g) {
 
 static bool is_hidden(const linear_gradients *g, int64_t n, int64_t l) {
     for (int64_t o = 0; o < g->features_out && g->hides_rows; o++) {
-        if (at(&g->dy, g->dtype, n, l, o) != 0) return false;
+        if (at(&g->dy, n, l, o) != 0) return false;
     }
     return g->hides_rows;
 }
@@ -49,8 +50,8 @@ static void weight_gradient(const linear_gradients *g) {
             double sum = 0;
             for (int64_t n = 0; n < g->batch; n++) {
                 for (int64_t l = 0; l < g->length; l++) {
-                    double x = at(&g->x, g->dtype, n, l, k);
-                    if (isfinite(x) || !is_hidden(g, n, l)) sum += at(&g->dy, g->dtype, n, l, o) * x;
+                    double x = at(&g->x, n, l, k);
+                    if (isfinite(x) || !is_hidden(g, n, l)) sum += at(&g->dy, n, l, o) * x;
                 }
             }
             put(g->d_weight.data, g->d_weight.dtype, g->adds_parameters,
@@ -63,7 +64,7 @@ static void bias_gradient(const linear_gradients *g) {
     for (int64_t o = 0; o < g->features_out; o++) {
         double sum = 0;
         for (int64_t n = 0; n < g->batch; n++) {
-            for (int64_t l = 0; l < g->length; l++) sum += at(&g->dy, g->dtype, n, l, o);
+            for (int64_t l = 0; l < g->length; l++) sum += at(&g->dy, n, l, o);
         }
         put(g->d_bias.data, g->d_bias.dtype, g->adds_parameters, o * g->d_bias.stride[0], sum);
     }

@@ -61,9 +61,9 @@ static bool pack_block_rows(real *block, int64_t first, int64_t count, const voi
 }
 
 /* Rows of queries, or of what has their shape. */
-INLINE bool pack_query_block(real *block, const attn_rows *rows, const rapt_view *view, int64_t dim, real factor) {
+INLINE bool pack_query_block(real *block, const attn_rows *rows, const rapt_view *view, rapt_dtype dtype, int64_t dim,
+                             real factor) {
     const int64_t *stride = view->stride;
-    rapt_dtype dtype = rows->problem->dtype;
     bool is_finite = true;
     int64_t step = rows->heads == 1 ? rows->count : 1; /* evenly apart, or one by one */
     for (int64_t r = 0; r < rows->count; r += step) {
@@ -191,9 +191,9 @@ static void backward_rows(const attn_gradients *gradients, attn_row_block *block
     const attn_rows *rows = &block->rows;
     const attn_problem *p = rows->problem;
     real scale = (real)(p->scale * 0x1.71547652b82fep+0), *out = (real *)scratch + 2 * CHAIN * PANEL;
-    block->is_finite = pack_query_block(block->q, rows, &p->q, p->dim, scale);
-    block->is_finite &= pack_query_block(block->d_out, rows, &gradients->out, p->value_dim, 1);
-    bool out_is_finite = pack_query_block(out, rows, &p->out, p->value_dim, 1);
+    block->is_finite = pack_query_block(block->q, rows, &p->q, p->dtype, p->dim, scale);
+    block->is_finite &= pack_query_block(block->d_out, rows, &gradients->out, gradients->out_dtype, p->value_dim, 1);
+    bool out_is_finite = pack_query_block(out, rows, &p->out, p->dtype, p->value_dim, 1);
     sum_deltas(block, out, p->value_dim, scratch);
     clear_block(block->d_q, rows->count, p->dim);
     load_lse(block);
