@@ -156,8 +156,10 @@ rapt_tensor core_merge(const rapt_tensor *t);
 
 /* ---- torch.c ---- */
 
-extern const char core_torch_connect_doc[], core_torch_attend_doc[], core_torch_record_doc[], core_torch_backward_doc[];
+extern const char core_torch_connect_doc[], core_torch_attend_doc[], core_torch_record_doc[], core_torch_backward_doc[],
+    core_torch_prefer_large_pages_doc[];
 PyObject *core_torch_connect(PyObject *module, PyObject *args);
+PyObject *core_torch_prefer_large_pages(PyObject *module, PyObject *args);
 PyObject *core_torch_attend(PyObject *module, PyObject *args);
 PyObject *core_torch_record(PyObject *module, PyObject *args);
 PyObject *core_torch_backward(PyObject *module, PyObject *args);

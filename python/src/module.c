@@ -9,6 +9,7 @@ static PyMethodDef methods[] = {
     {"functional", CORE_METHOD(core_functional), METH_VARARGS | METH_KEYWORDS, core_functional_doc},
     {"functional_backward", core_functional_backward, METH_VARARGS, core_functional_backward_doc},
     {"torch_connect", core_torch_connect, METH_VARARGS, core_torch_connect_doc},
+    {"torch_prefer_large_pages", core_torch_prefer_large_pages, METH_VARARGS, core_torch_prefer_large_pages_doc},
     {"torch_attend", core_torch_attend, METH_VARARGS, core_torch_attend_doc},
     {"torch_record", core_torch_record, METH_VARARGS, core_torch_record_doc},
     {"torch_backward", core_torch_backward, METH_VARARGS, core_torch_backward_doc},

@@ -10,6 +10,8 @@
  */
 #include "core.h"
 
+#include <sys/mman.h>
+
 typedef int32_t empty_function(int64_t ndim, const int64_t *shape, const int64_t *strides, int32_t dtype,
                                int32_t device_type, int32_t device_index, void **tensor);
 typedef int32_t wrap_function(void *tensor, void *type, void **object);
@@ -115,6 +117,22 @@ static PyObject *new_tensor(PyObject *prototype, rapt_dtype dtype, const int64_t
     int32_t failed = torch.wrap(tensor, NULL, &object);
     torch.delete(tensor);
     return failed == 0 ? object : PyErr_NoMemory();
+}
+
+const char core_torch_prefer_large_pages_doc[] =
+    "torch_prefer_large_pages(address, size)\n--\n\n"
+    "Asks the system for large pages for memory that nobody has written to.";
+
+PyObject *core_torch_prefer_large_pages(PyObject *module, PyObject *args) {
+    (void)module;
+    unsigned long long address, size;
+    if (!PyArg_ParseTuple(args, "KK", &address, &size)) return NULL;
+#ifdef MADV_HUGEPAGE
+    enum { PAGE = 4096 };
+    uintptr_t begin = ((uintptr_t)address + PAGE - 1) / PAGE * PAGE, end = (uintptr_t)(address + size);
+    if (begin < end) madvise((void *)begin, end - begin, MADV_HUGEPAGE); /* or not: it is a wish */
+#endif
+    return core_none();
 }
 
 /* The strides of a dense tensor whose dimensions lie in the order of another's. */
