@@ -22,6 +22,8 @@
 #define MOST_TILE_ROWS 256    /* of any */
 #define ROWS_TOGETHER 6       /* that kernels like to take */
 #define TILES_OF_A_LANE 8     /* so many that all lanes end at much the same time */
+#define PIECES_OF_A_LANE 16   /* likewise, of tiles that are split */
+#define DECODED_ROWS 8        /* of a unit: a token, or few */
 #define ROWS_TO_LOOK_AHEAD 32 /* of a tile: with fewer it takes longer than it saves */
 #define WEIGHTS_ROWS 48       /* whole rows of weights that a lane holds */
 #define FAR_BYTES ((size_t)16 << 20)
@@ -82,7 +84,8 @@ typedef struct attn_plan {
     int64_t slots;        /* with them, which are a cut of their own */
     int64_t cut_capacity; /* keys that a cut has room for */
     int64_t wave_units;
-    bool split;                                  /* spread the cuts of a tile over lanes */
+    bool split;                                  /* spread the cuts of a tile over lanes: */
+    int64_t pieces, piece_cuts;                  /* so many pieces, of so many cuts each */
     bool in_place;                               /* keys and values are read where they lie */
     bool v_in_place;                             /* values at least */
     bool is_far;                                 /* all keys and values together hardly fit a cache */
@@ -94,6 +97,7 @@ typedef struct attn_plan {
     size_t partial_bytes;                        /* of a tile in progress */
     int64_t split_rows;                          /* the most of a (tile, cut) that is computed apart */
     size_t split_bytes, partials_bytes;          /* one of those, and all */
+    size_t left_bytes;                           /* the numbers of a tile's pieces that are not computed yet */
     size_t stats_bytes, average_bytes;           /* for returned weights */
     size_t table_bytes;                          /* attn_unit, attn_keys and their states */
 } attn_plan;
@@ -135,6 +139,34 @@ static int64_t choose_tile_rows(const rapt_context *context, const attn_problem 
         if (units * divide_up(rows, sizes[i]) >= enough) return smaller(sizes[i], rows);
     }
     return LEAST_TILE_ROWS;
+}
+
+/* Tiles are split where there are fewer than lanes. Those of decoded tokens are, too, where there are less than two for each
+ * lane: they are long stretches of memory, and while some lanes take a second one the others would wait. Room for it is
+ * kept even by a call that does not split, so that a smaller one after it has it. */
+static void plan_split(const rapt_context *context, const attn_problem *p, attn_plan *plan) {
+    int64_t tiles = plan->units * plan->tiles_per_unit, rows = p->batch * p->heads * p->queries, lanes = context->lanes;
+    bool is_decoded = plan->rows_per_unit <= DECODED_ROWS && lanes > 1;
+    int64_t few = lanes - 1, few_decoded = lanes > 1 ? 2 * lanes - 1 : 0;
+    int64_t few_rows = smaller(plan->room_rows, FEW_ROWS); /* tiles that are so few are small */
+    int64_t decoded_rows = smaller(plan->room_rows, DECODED_ROWS);
+    plan->split = plan->max_cuts > 1 && tiles <= (is_decoded ? few_decoded : few) && context->split_keys >= 0;
+    if (context->split_keys > 0) {
+        plan->split = true;
+        few = few_decoded = rows =
+            plan->wave_units * divide_up(plan->rows_per_unit, smaller(plan->tile_rows, LEAST_TILE_ROWS));
+    }
+    if (context->split_keys > 0 || context->tile_rows > 0) few_rows = decoded_rows = plan->room_rows;
+    plan->split_rows = is_decoded ? decoded_rows : few_rows;
+    plan->split_bytes = partial_size(plan, plan->split_rows);
+    int64_t enough = tiles > 0 ? divide_up(PIECES_OF_A_LANE * lanes, tiles) : 1;
+    plan->piece_cuts = plan->slots > enough ? divide_up(plan->slots, enough) : 1;
+    plan->pieces = plan->slots > 1 ? divide_up(plan->slots, plan->piece_cuts) : 1;
+    if (plan->max_cuts <= 1 && context->split_keys <= 0) return;
+    size_t some = rapt_size_mul(partial_size(plan, few_rows), (size_t)smaller(few, rows));
+    size_t decoded = rapt_size_mul(partial_size(plan, decoded_rows), (size_t)smaller(few_decoded, rows));
+    plan->partials_bytes = rapt_size_mul(some > decoded ? some : decoded, (size_t)plan->slots);
+    plan->left_bytes = rapt_arena_size(sizeof(atomic_int) * (size_t)smaller(few_decoded, rows));
 }
 
 static void make_plan(const rapt_context *context, const attn_problem *p, attn_plan *plan) {
@@ -196,18 +228,7 @@ static void make_plan(const rapt_context *context, const attn_problem *p, attn_p
         }
     }
 
-    /* Room for split tiles is kept even by a call that does not split, so that a smaller one after it has it. */
-    int64_t tiles = plan->units * plan->tiles_per_unit;
-    plan->split = plan->max_cuts > 1 && tiles < context->lanes && context->split_keys >= 0;
-    int64_t split_tiles = plan->max_cuts > 1 ? smaller(p->batch * p->heads * p->queries, context->lanes - 1) : 0;
-    plan->split_rows = smaller(plan->room_rows, FEW_ROWS); /* tiles that are so few are small */
-    if (context->split_keys > 0) {
-        plan->split = true;
-        split_tiles = plan->wave_units * divide_up(plan->rows_per_unit, smaller(plan->tile_rows, LEAST_TILE_ROWS));
-    }
-    if (context->split_keys > 0 || context->tile_rows > 0) plan->split_rows = plan->room_rows;
-    plan->split_bytes = partial_size(plan, plan->split_rows);
-    plan->partials_bytes = rapt_size_mul(rapt_size_mul(plan->split_bytes, (size_t)plan->slots), (size_t)split_tiles);
+    plan_split(context, p, plan);
 }
 
 static size_t attn_scratch(const rapt_context *context, const attn_problem *p) {
@@ -220,9 +241,8 @@ static size_t attn_scratch(const rapt_context *context, const attn_problem *p) {
     total = rapt_size_add(rapt_arena_size(total), plan.table_bytes);
     total =
         rapt_size_add(total, rapt_size_mul(rapt_size_add(plan.lane_bytes, plan.weights_bytes), (size_t)context->lanes));
-    total =
-        rapt_size_add(total, rapt_size_add(plan.partials_bytes, rapt_size_add(plan.stats_bytes, plan.average_bytes)));
-    return total;
+    total = rapt_size_add(total, rapt_size_add(plan.left_bytes, plan.partials_bytes));
+    return rapt_size_add(total, rapt_size_add(plan.stats_bytes, plan.average_bytes));
 }
 
 /* ---- a wave ---- */
@@ -234,6 +254,7 @@ typedef struct attn_job {
     attn_unit *units; /* of this wave */
     int64_t unit_count, lane_count;
     char *packed, *lanes, *partials;
+    atomic_int *left;                  /* [tiles], if they are split: pieces that are not computed yet */
     char *reference_stats, *sum_stats; /* [N, H, L] */
     void *average;
 } attn_job;
@@ -473,39 +494,49 @@ static void run_tile(void *arg, int64_t item, int32_t lane) {
     finish_tile(job, &rows, &scratch.total);
 }
 
-/* The same in two steps: each cut of a tile on its own, then the cuts of a tile merged in order. */
+/* The same in pieces: each cut of a tile on its own; who computes the last merges them in order. */
 static attn_partial split_partial(const attn_job *job, int64_t tile, int64_t cut) {
     const attn_plan *plan = &job->plan;
     return partial_at(plan, plan->split_rows, job->partials + (size_t)(tile * plan->slots + cut) * plan->split_bytes);
 }
 
-static void run_split_cut(void *arg, int64_t item, int32_t lane) {
-    const attn_job *job = arg;
-    int64_t tile = item / job->plan.slots, cut = item % job->plan.slots;
-    const attn_unit *unit = &job->units[tile / job->plan.tiles_per_unit];
-    if (cut >= cuts_with_extra(job, unit)) return;
-    attn_rows rows = tile_rows(job, unit, tile % job->plan.tiles_per_unit);
-    lane_scratch scratch;
-    lay_out_scratch(job, lane, &scratch);
-    attn_partial partial = split_partial(job, tile, cut);
-    job->kernels->pack_queries(&rows, scratch.q);
-    if (!job->kernels->attn_cut(&rows, keys_of_cut(job, unit, cut, &scratch), scratch.q, scratch.scores, &partial)) {
-        job->kernels->attn_begin(rows.count, &partial); /* nothing seen: nothing to add */
-    }
+/* Sums in progress are read and written many times, which would have to wait for memory that no cache holds yet. */
+static void keep_partial(const attn_job *job, int64_t rows, const attn_partial *partial, int64_t tile, int64_t cut) {
+    attn_partial kept = split_partial(job, tile, cut);
+    size_t real = job->plan.real;
+    memcpy(kept.reference, partial->reference, real * (size_t)rows);
+    memcpy(kept.sum, partial->sum, real * (size_t)rows);
+    memcpy(kept.out, partial->out, real * (size_t)(rows * partial->out_stride));
 }
 
-static void merge_split_tile(void *arg, int64_t tile, int32_t lane) {
+static void merge_split_tile(const attn_job *job, const attn_rows *rows, int64_t tile, int64_t cuts,
+                             attn_partial *total) {
+    job->kernels->attn_begin(rows->count, total);
+    for (int64_t cut = 0; cut < cuts; cut++) {
+        attn_partial partial = split_partial(job, tile, cut);
+        job->kernels->attn_merge(rows->count, total, &partial);
+    }
+    finish_tile(job, rows, total);
+}
+
+static void run_piece(void *arg, int64_t item, int32_t lane) {
     const attn_job *job = arg;
-    const attn_unit *unit = &job->units[tile / job->plan.tiles_per_unit];
-    attn_rows rows = tile_rows(job, unit, tile % job->plan.tiles_per_unit);
+    const attn_plan *plan = &job->plan;
+    int64_t tile = item / plan->pieces, first = item % plan->pieces * plan->piece_cuts;
+    const attn_unit *unit = &job->units[tile / plan->tiles_per_unit];
+    int64_t cuts = cuts_with_extra(job, unit), end = smaller(first + plan->piece_cuts, cuts);
+    attn_rows rows = tile_rows(job, unit, tile % plan->tiles_per_unit);
     lane_scratch scratch;
     lay_out_scratch(job, lane, &scratch);
-    job->kernels->attn_begin(rows.count, &scratch.total);
-    for (int64_t cut = 0; cut < cuts_with_extra(job, unit); cut++) {
-        attn_partial partial = split_partial(job, tile, cut);
-        job->kernels->attn_merge(rows.count, &scratch.total, &partial);
+    if (first < end) job->kernels->pack_queries(&rows, scratch.q);
+    for (int64_t cut = first; cut < end; cut++) {
+        const attn_keys *keys = keys_of_cut(job, unit, cut, &scratch);
+        if (!job->kernels->attn_cut(&rows, keys, scratch.q, scratch.scores, &scratch.partial)) {
+            job->kernels->attn_begin(rows.count, &scratch.partial); /* nothing seen: nothing to add */
+        }
+        keep_partial(job, rows.count, &scratch.partial, tile, cut);
     }
-    finish_tile(job, &rows, &scratch.total);
+    if (atomic_fetch_sub(&job->left[tile], 1) == 1) merge_split_tile(job, &rows, tile, cuts, &scratch.total);
 }
 
 /* ---- returned weights ---- */
@@ -557,13 +588,12 @@ static void run_wave(rapt_context *context, attn_job *job, int64_t first_unit) {
         for (int64_t cut = 0; cut < cuts; cut++) atomic_init(&unit->state[cut], UNPACKED);
     }
 
-    int64_t slots = plan->slots, tiles = job->unit_count * plan->tiles_per_unit;
+    int64_t tiles = job->unit_count * plan->tiles_per_unit;
     double row = (double)p->keys * (double)(p->dim + p->value_dim);
     double scoring = row * (double)(job->unit_count * plan->rows_per_unit);
     if (plan->split) {
-        rapt_parallel(context, tiles * slots, scoring, run_split_cut, job);
-        rapt_parallel(context, tiles, (double)tiles * (double)(slots * plan->tile_rows * plan->out_stride),
-                      merge_split_tile, job);
+        for (int64_t tile = 0; tile < tiles; tile++) atomic_init(&job->left[tile], (int)plan->pieces);
+        rapt_parallel(context, tiles * plan->pieces, scoring, run_piece, job);
     } else {
         rapt_parallel(context, tiles, scoring, run_tile, job);
     }
@@ -589,6 +619,7 @@ static void attn_forward(rapt_context *context, const attn_problem *p, void *scr
     job.units = (attn_unit *)(void *)carve(&memory, plan->table_bytes);
     job.lanes = carve(&memory, (plan->lane_bytes + plan->weights_bytes) * (size_t)context->lanes);
     job.partials = carve(&memory, plan->partials_bytes);
+    job.left = (atomic_int *)(void *)carve(&memory, plan->left_bytes);
     job.reference_stats = carve(&memory, plan->stats_bytes);
     job.sum_stats = job.reference_stats + plan->stats_bytes / 2;
     if (plan->average_bytes > 0) job.average = carve(&memory, plan->average_bytes);
