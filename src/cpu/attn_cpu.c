@@ -3,7 +3,7 @@
  * A unit is one (sequence, key/value head). Units are taken in waves that fit a memory budget; in each wave
  *
  *     1. tiles of rows (queries of the unit's group of heads) run over the unit's cuts of 256 keys and merge them in
- *        order; where tiles are fewer than lanes, (tile, cut) are computed apart and merged in the same order afterwards;
+ *        order; where there are few tiles, their cuts are computed apart, and merged in the same order by who is last;
  *     2. if weights are asked for, rows are scored again with the finished sums, heads ascending.
  *
  * The first tile that needs a cut packs its keys and values for all; one that comes while that is going on packs them for
