@@ -1,10 +1,10 @@
 /* fingerprint.c - one number that tells whether arrays still hold the bytes that they held
  *
  * PyTorch's layer asks before it uses weights that were packed earlier, since writes through parameter.data leave no
- * other trace. Every byte counts, at the speed of memory, and what is long is read by all threads. Eight sums of 64 bits each take a word of a block of 64 bytes:
- * the word itself, in a neighbour's sum, so that one changed word always shows, and the product of its halves under a
- * key that is another for each block, so that the order counts. It is no cryptography, and promised to be the same within
- * one process only.
+ * other trace. Every byte counts, at the speed of memory, and what is long is read by all threads. Eight sums of 64 bits
+ * each take a word of a block of 64 bytes: the word itself, in a neighbour's sum, so that one changed word always shows,
+ * and the product of its halves under a key that is another for each block, so that the order counts. It is no
+ * cryptography, and promised to be the same within one process only.
  */
 #include "core.h"
 
