@@ -671,6 +671,49 @@ static void test_static_keys(void **state) {
     for (int i = 0; i < 4; i++) check_static(i % 2 == 0 ? reference : cpu, i / 2 == 1);
 }
 
+/* Gradients of ready keys and values of bf16 and f16 go straight to the caller, while the query's do not. */
+static void test_static_keys_of_16_bits(void **state) {
+    (void)state;
+    for (int i = 0; i < 4; i++) {
+        rapt_dtype dtype = i % 2 == 0 ? RAPT_BF16 : RAPT_F16;
+        rapt_mha_config config = rapt_mha_config_default(8, 2);
+        config.dtype = dtype;
+        int64_t shape[3] = {2 * 2, 4, 4};
+        rapt_tensor result[2][3]; /* by the reference and by the CPU: query, static_k, static_v */
+        for (int on = 0; on < 2; on++) {
+            rapt_context *context = on == 0 ? reference : cpu;
+            training_case c;
+            make_plain(context, config, 2, 3, 4, &c);
+            test_random random = {4};
+            rapt_tensor tensor[SOURCES], k = make_tensor(dtype, 3, shape), v = make_tensor(dtype, 3, shape);
+            rapt_tensor out = make_tensor(dtype, 3, c.query.shape), *r = result[on];
+            fill_random(&random, &k, 1);
+            fill_random(&random, &v, 1);
+            r[0] = make_tensor(dtype, 3, c.query.shape);
+            for (int g = 1; g < 3; g++) r[g] = make_strided_tensor(&random, dtype, 3, shape);
+            for (int g = 0; g < 3; g++) fill_value(&r[g], 2);
+            rapt_mha_weights w = weights_of(context, &c, tensor);
+            rapt_mha_state *kept = make_state(context);
+            rapt_options options = {.static_k = &k, .static_v = &v, .state = kept};
+            rapt_mha_gradients gradients = {
+                .query = &r[0], .static_k = &r[1], .static_v = &r[2], .accumulate = i / 2 == 1};
+            assert_ok(context, rapt_mha_functional(context, &w, &c.query, NULL, NULL, &options, &out));
+            assert_ok(context, rapt_mha_functional_backward(context, &w, kept, &c.d_out, NULL, &gradients));
+            rapt_tensor *all[] = {&k, &v, &out};
+            for (int t = 0; t < 3; t++) free_tensor(all[t]);
+            rapt_mha_state_destroy(kept);
+            free_training_case(&c);
+        }
+        for (int g = 0; g < 3; g++) {
+            double largest = largest_magnitude(&result[0][g]);
+            assert_true(largest > 0.01);
+            assert_true(largest_difference(&result[1][g], &result[0][g]) <=
+                        (dtype == RAPT_BF16 ? 0x1p-7 : 0x1p-10) * largest);
+            for (int on = 0; on < 2; on++) free_tensor(&result[on][g]);
+        }
+    }
+}
+
 /* Of bf16 and f16, what lies between the steps is not rounded to them: with one key, value's gradient is
  * w_out (1 + u)(1 + u) - (1 + 2u), of which rounding would leave nothing. */
 static void test_gradients_are_rounded_once(void **state) {
@@ -752,6 +795,7 @@ int main(void) {
         cmocka_unit_test(test_empty),
         cmocka_unit_test(test_hidden_reaches_nothing),
         cmocka_unit_test(test_static_keys),
+        cmocka_unit_test(test_static_keys_of_16_bits),
         cmocka_unit_test(test_gradients_are_rounded_once),
         cmocka_unit_test(test_modes),
     };

@@ -92,6 +92,37 @@ static void test_variants_f16(void **state) {
     compare_variants(RAPT_F16, 40);
 }
 
+/* A token that sees many keys: few tiles for many threads, and about as many, in pieces of one cut and of several. */
+static void test_decoded_tokens_on_threads(void **state) {
+    (void)state;
+    rapt_context *plain = one_thread();
+    for (int32_t threads = 2; threads <= 7; threads++) {
+        rapt_context *context = make_context(threads, RAPT_ISA_AUTO, RAPT_BACKEND_CPU);
+        for (int64_t kv_heads = 1; kv_heads <= 2 * threads; kv_heads += 1 + threads / 3) {
+            int64_t group = 1 + kv_heads % 3 * 4,
+                    length = kv_heads % 2 == 0 ? 700 : 256 * 40 + 3; /* to 9 rows a tile */
+            test_random random = {(uint64_t)(threads * 100 + kv_heads)};
+            rapt_tensor q = make_tensor(RAPT_F32, 4, (int64_t[]){1, kv_heads * group, 1, 16});
+            rapt_tensor k = make_tensor(RAPT_F32, 4, (int64_t[]){1, kv_heads, length, 16});
+            rapt_tensor v = make_tensor(RAPT_F32, 4, k.shape), expected = make_tensor(RAPT_F32, 4, q.shape);
+            rapt_tensor actual = make_tensor(RAPT_F32, 4, q.shape);
+            const rapt_tensor *filled[] = {&q, &k, &v};
+            for (int i = 0; i < 3; i++) fill_random(&random, filled[i], 3);
+            assert_ok(plain, rapt_attention_forward(plain, &q, &k, &v, NULL, &expected));
+            for (int again = 0; again < 3; again++) {
+                fill_value(&actual, NAN);
+                assert_ok(context, rapt_attention_forward(context, &q, &k, &v, NULL, &actual));
+                if (!same_bits(&expected, &actual))
+                    fail_msg("%lld heads on %d threads differ", (long long)kv_heads, threads);
+            }
+            rapt_tensor *all[] = {&q, &k, &v, &expected, &actual};
+            for (int i = 0; i < 5; i++) free_tensor(all[i]);
+        }
+        rapt_context_destroy(context);
+    }
+    rapt_context_destroy(plain);
+}
+
 /* ---- one sequence, placed and cut in different ways ---- */
 
 enum { H = 4, HK = 2, D = 32, LENGTH = 600 }; /* two rows of one token, D a multiple of 16: read in place */
@@ -525,6 +556,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_variants_f64),
         cmocka_unit_test(test_variants_bf16),
         cmocka_unit_test(test_variants_f16),
+        cmocka_unit_test(test_decoded_tokens_on_threads),
         cmocka_unit_test(test_chunks),
         cmocka_unit_test(test_padding),
         cmocka_unit_test(test_ways_to_say_causal),

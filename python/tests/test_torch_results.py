@@ -141,6 +141,42 @@ def test_many_threads():
         assert all(pool.map(work, range(4)))
 
 
+@reuses
+def test_another_thread_takes_it_first(monkeypatch):
+    """Between finding memory free and taking it, another call takes it, and holds it again."""
+    q, k, v = make(7)
+    place = sdpa(q, k, v).data_ptr()
+    others, is_whole = [], results._Held.is_whole
+
+    def interrupted(held):
+        monkeypatch.setattr(results._Held, "is_whole", is_whole)
+        others.append(sdpa(-q, k, v))
+        return is_whole(held)
+
+    monkeypatch.setattr(results._Held, "is_whole", interrupted)
+    out = sdpa(q, k, v)
+    assert others[0].data_ptr() == place != out.data_ptr()
+    assert torch.equal(others[0], sdpa(-q, k, v)) and torch.equal(out, sdpa(q, k, v))
+
+
+@reuses
+def test_resized_memory_is_not_held():
+    q, k, v = make(8)
+    first, second = sdpa(q, k, v), sdpa(q, k, v)
+    first.resize_(100 << 20)
+    del first, second
+    sdpa(q, k, v)
+    assert [held.storage.nbytes() for held in results._held] == [q.numel() * 4]
+
+
+@pytest.mark.parametrize("rows", [7, 2100])
+def test_strides_are_those_of_torch(rows):
+    x = torch.randn(rows, 1, 512).transpose(0, 1)  # contiguous, with a stride that does not matter
+    layer = rapt.torch.MultiheadAttention(512, 4, batch_first=True)
+    assert layer.eval()(x, x, x, need_weights=False)[0].stride() == (rows * 512, 512, 1)
+    assert layer.train()(x, x, x, need_weights=False)[0].stride() == (rows * 512, 512, 1)
+
+
 def _resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

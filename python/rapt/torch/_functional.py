@@ -28,7 +28,7 @@ from rapt.torch._attention import (
     takes,
     takes_in_graph,
 )
-from rapt.torch._results import empty_like
+from rapt.torch._results import empty_contiguous, empty_like
 
 torch_forward = F.multi_head_attention_forward
 _saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -63,7 +63,7 @@ def run(
 ) -> tuple[Tensor, Tensor | None]:
     """One forward of the library. tensors: as INPUTS and then WEIGHTS say; keys: S'."""
     query, key, value, *more = tensors
-    out = empty_like(query, is_contiguous=True)
+    out = empty_contiguous(query)
     shown = query.new_empty(_weights_shape(query, settings, keys, kind)) if kind else None
     if more[2] is not None:
         key = value = None

@@ -18,7 +18,7 @@ from rapt.torch import _kernels as kernels
 from rapt.torch._attention import _is_autocast, _is_compiling, in_eager_mode, scaled_dot_product_attention, takes
 from rapt.torch._encoder import TransformerEncoderLayer
 from rapt.torch._functional import WEIGHTS, forward
-from rapt.torch._results import empty_like
+from rapt.torch._results import empty_contiguous
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -230,7 +230,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         """keys: how many are seen, without those that the layer adds."""
         query, key, value = inputs
         layer = self._packed(parameters)
-        out = empty_like(query, is_contiguous=True)
+        out = empty_contiguous(query)
         shown = None
         if kind:
             first = self.batch_first and query.ndim == 3

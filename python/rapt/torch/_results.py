@@ -31,7 +31,9 @@ class _Held:
         return getrefcount(self.storage)
 
     def is_free(self) -> bool:
-        return self.references() == _NO_OTHER and _count_users(self.storage._cdata) == 1
+        """Nobody else has the storage, in Python or in C++. Asked again: one may turn into the other meanwhile."""
+        alone = self.references() == _NO_OTHER and _count_users(self.storage._cdata) == 1
+        return alone and self.references() == _NO_OTHER
 
     def is_whole(self) -> bool:
         """Nobody has resized it, or moved it into shared memory."""
@@ -53,7 +55,11 @@ def _remove(held: _Held) -> bool:
 
 def _take(size: int) -> _Held | None:
     for held in _held.copy():
-        if held.size == size and held.is_free() and held.is_whole() and _remove(held):
+        if not held.is_free() or (held.is_whole() and held.size != size) or not _remove(held):
+            continue
+        if not held.is_free():  # another thread has taken it, and held it again, since we asked
+            _hold(held)
+        elif held.is_whole():
             return held
     return None
 
@@ -82,13 +88,20 @@ def empty_strided(prototype: Tensor, shape: tuple[int, ...], strides: tuple[int,
     return made
 
 
-def empty_like(prototype: Tensor, is_contiguous: bool = False) -> Tensor:
+def empty_like(prototype: Tensor) -> Tensor:
     """As torch.empty_like."""
     if prototype.is_contiguous():
         return empty_strided(prototype, prototype.shape, prototype.stride())
-    return torch.empty_like(
-        prototype, memory_format=torch.contiguous_format if is_contiguous else torch.preserve_format
-    )
+    return torch.empty_like(prototype)
+
+
+def empty_contiguous(prototype: Tensor) -> Tensor:
+    """A contiguous tensor of the prototype's shape."""
+    strides, step = [], 1
+    for size in reversed(prototype.shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return empty_strided(prototype, prototype.shape, tuple(reversed(strides)))
 
 
 def release_memory() -> None:
