@@ -216,9 +216,9 @@ static int64_t first_real_key(const attn_problem *p, int64_t n) {
     return first;
 }
 
-rotary_rows rapt_mha_rotary_rows(const attn_problem *p, const rapt_rotary *rotary, int64_t *padding) {
+rotary_rows rapt_mha_rotary_rows(const attn_problem *p, rapt_dtype dtype, const rapt_rotary *rotary, int64_t *padding) {
     for (int64_t n = 0; n < p->batch; n++) padding[n] = p->cache != NULL ? 0 : first_real_key(p, n);
-    return (rotary_rows){.dtype = p->dtype,
+    return (rotary_rows){.dtype = dtype,
                          .dim = p->dim,
                          .batch = p->batch,
                          .positions = rotary->positions,
@@ -231,7 +231,7 @@ rotary_rows rapt_mha_rotary_rows(const attn_problem *p, const rapt_rotary *rotar
 static void turn(const mha_call *call, const mha_scratch *scratch) {
     const attn_problem *p = &call->problem;
     if (call->options.rotary == NULL) return;
-    rotary_rows rows = rapt_mha_rotary_rows(p, call->options.rotary, scratch->padding);
+    rotary_rows rows = rapt_mha_rotary_rows(p, p->dtype, call->options.rotary, scratch->padding);
     rapt_mha_turn_heads(&scratch->q, &rows.q);
     if (call->projects[1]) {
         rapt_mha_turn_heads(&scratch->k, &rows.k);

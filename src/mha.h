@@ -191,7 +191,8 @@ size_t rapt_mha_rows_bytes(const attn_problem *problem, rapt_dtype dtype, int64_
 bool rapt_mha_makes_extra(const rapt_context *context, const attn_problem *problem, const mha_parts *parts);
 void rapt_mha_set_extra(const mha_parts *parts, attn_problem *problem);
 /* What rotary positions turn: queries and keys; where these lie is left to set by the next. Fills in padding [N]. */
-rotary_rows rapt_mha_rotary_rows(const attn_problem *problem, const rapt_rotary *rotary, int64_t *padding);
+rotary_rows rapt_mha_rotary_rows(const attn_problem *problem, rapt_dtype dtype, const rapt_rotary *rotary,
+                                 int64_t *padding);
 static inline void rapt_mha_turn_heads(const mha_heads *heads, rotary_heads *turned) {
     turned->data = heads->data;
     turned->length = heads->length;

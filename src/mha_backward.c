@@ -329,9 +329,8 @@ static void turn_back(const mha_backward *b, const backward_plan *plan, const ba
     const rapt_rotary *rotary = b->state->options.rotary;
     if (rotary == NULL || (!plan->wanted[QUERY] && !plan->wanted[KEY])) return;
     const attn_problem *p = &b->state->problem;
-    rotary_rows rows = rapt_mha_rotary_rows(p, rotary, scratch->padding);
+    rotary_rows rows = rapt_mha_rotary_rows(p, rapt_accumulation_dtype(p->dtype), rotary, scratch->padding);
     rows.backward = true;
-    rows.dtype = rapt_accumulation_dtype(p->dtype);
     mha_heads q = d_heads(b, scratch, plan, QUERY), k = d_heads(b, scratch, plan, KEY);
     if (plan->wanted[QUERY]) rapt_mha_turn_heads(&q, &rows.q);
     if (plan->wanted[KEY]) rapt_mha_turn_heads(&k, &rows.k);

@@ -715,7 +715,7 @@ static void test_static_keys_of_16_bits(void **state) {
 }
 
 /* Of bf16 and f16, what lies between the steps is not rounded to them: with one key, value's gradient is
- * w_out (1 + u)(1 + u) - (1 + 2u), of which rounding would leave nothing. */
+ * (1 + u)(1 + u) - (1 + 2u), of which rounding would leave nothing. */
 static void test_gradients_are_rounded_once(void **state) {
     (void)state;
     for (int i = 0; i < 4; i++) {

@@ -91,7 +91,10 @@ static rapt_rows block_of_x(const linear_job *job, int64_t first, int64_t count,
                                     p->x.stride[2]);
         }
     }
-    return (rapt_rows){.data = buffer, .stride = {0, p->features, 1}, .group = p->features};
+    return (rapt_rows){.data = buffer,
+                       .dtype = rapt_accumulation_dtype(p->dtype),
+                       .stride = {0, p->features, 1},
+                       .group = p->features};
 }
 
 static void run_block(void *arg, int64_t item, int32_t lane) {
