@@ -21,26 +21,39 @@ enum {
 
 typedef vec stream_sums[STREAM_ROWS][STREAM_VECTORS];
 
-/* A chain ahead if it comes from memory; else nothing new: a cache is read as fast without. */
-INLINE int64_t stream_ahead(const attn_keys *keys) { return keys->is_far ? CHAIN * PANEL : 0; }
+/* What is fetched while rows of a panel are read, from row i and column `at` on: what is a chain ahead. 16-bit numbers whose
+ * columns take several passes: in each pass its share of the next panel, or memory would idle after the first. Nothing new
+ * if they are in a cache of the CPU's, which is read as fast without. The panel begins with that element. */
+typedef struct stream_ahead {
+    int64_t at, step; /* elements */
+} stream_ahead;
+
+INLINE stream_ahead stream_fetches(const number_kind kind, const int R, const attn_keys *keys, int64_t begin,
+                                   int64_t rows, int64_t i, int64_t at) {
+    const int WIDTH = VECTORS_FOR(R) * LANES;
+    if (!keys->is_far) return (stream_ahead){begin + i * PANEL + at, PANEL};
+    if (kind == REALS || WIDTH == PANEL) return (stream_ahead){begin + (i + CHAIN) * PANEL + at, PANEL};
+    return (stream_ahead){begin + rows * (PANEL + at) + i * WIDTH, WIDTH};
+}
 
 /* sum[r] = the sum of x[r][i] * row i of a panel, for `count` rows of it, from element `at` on; rows of x are `stride`
- * apart. What is `ahead` of each row is fetched: the first line of reals, or all, and both of 16-bit numbers. */
+ * apart. Fetched is the first line of reals, or all; all of 16-bit numbers. */
 INLINE void stream_rows(const number_kind kind, const bool all_lines, const int R, int64_t count, const real *x,
-                        int64_t stride, matrix panel, int64_t at, int64_t ahead, stream_sums sum) {
-    const int V = VECTORS_FOR(R);
+                        int64_t stride, matrix panel, int64_t at, stream_ahead ahead, stream_sums sum) {
+    const int V = VECTORS_FOR(R), WIDTH = V * LANES, NUMBERS = kind == REALS ? LINE : PANEL / 2; /* in a line */
     UNROLL for (int r = 0; r < R; r++) { UNROLL for (int v = 0; v < V; v++) sum[r][v] = v_zero(); }
     for (int64_t i = 0; i < count; i++) {
         vec numbers[STREAM_VECTORS];
-        fetch_ahead(kind, panel, at + ahead);
-        if (kind != REALS) fetch_ahead(kind, panel, at + ahead + PANEL / 2);
-        for (int c = LINE; c < V * LANES && all_lines; c += LINE) fetch_ahead(kind, panel, at + ahead + c);
+        fetch_ahead(kind, panel, ahead.at);
+        for (int c = NUMBERS; c < WIDTH && (all_lines || kind != REALS); c += NUMBERS)
+            fetch_ahead(kind, panel, ahead.at + c);
         UNROLL for (int v = 0; v < V; v++) numbers[v] = load_numbers(kind, panel, at + v * LANES);
         UNROLL for (int r = 0; r < R; r++) {
             vec factor = v_all(x[r * stride + i]);
             UNROLL for (int v = 0; v < V; v++) sum[r][v] = v_fma(factor, numbers[v], sum[r][v]);
         }
         at += PANEL;
+        ahead.at += ahead.step;
     }
 }
 
@@ -74,18 +87,19 @@ typedef struct stream {
 /* Scores of all keys. A panel is there as a whole in a cache, so its last columns may be anything. */
 INLINE void stream_scores(const number_kind kind, const bool all_lines, const int R, const stream *s) {
     const matrix k = {s->keys->k, PANEL};
-    const int64_t ahead = stream_ahead(s->keys), dim = s->dim;
+    const int64_t dim = s->dim;
     for (int64_t c = 0; c < s->keys->keys; c += PANEL) {
         for (int at = 0; at < PANEL; at += VECTORS_FOR(R) * LANES) {
             for (int64_t d = 0; d < dim; d += CHAIN) {
                 int64_t count = dim - d < CHAIN ? dim - d : CHAIN, half = (count + 1) / STRANDS;
+                int64_t begin = c * dim, middle = d + half;
                 real *to = s->scores + c + at;
-                const real *q = s->q + d;
                 stream_sums sum;
-                stream_rows(kind, all_lines, R, half, q, dim, k, c * dim + d * PANEL + at, ahead, sum);
+                stream_rows(kind, all_lines, R, half, s->q + d, dim, k, begin + d * PANEL + at,
+                            stream_fetches(kind, R, s->keys, begin, dim, d, at), sum);
                 stream_store(R, sum, s->first, PANEL);
-                stream_rows(kind, all_lines, R, count - half, q + half, dim, k, c * dim + (d + half) * PANEL + at,
-                            ahead, sum);
+                stream_rows(kind, all_lines, R, count - half, s->q + middle, dim, k, begin + middle * PANEL + at,
+                            stream_fetches(kind, R, s->keys, begin, dim, middle, at), sum);
                 stream_add(R, sum, s->first, PANEL);
                 if (d > 0) stream_add(R, sum, to, CUT);
                 stream_store(R, sum, to, CUT);
@@ -118,23 +132,23 @@ static __attribute__((noinline)) void weigh_chain(const stream *s, int64_t first
     }
 }
 
-/* Values of a panel of dimensions, which begins with the one given, weighed. Before the first of all there are scores. */
-INLINE void stream_values(const number_kind kind, const bool all_lines, const int R, const stream *s, int64_t panel) {
-    const int64_t keys = s->keys->keys, ahead = stream_ahead(s->keys);
-    const matrix values = {s->keys->v, PANEL};
-    for (int64_t d = panel; d < panel + PANEL; d += VECTORS_FOR(R) * LANES) {
+/* Values of PANEL dimensions from d on, weighed. Before the first of all there are scores. */
+INLINE void stream_values(const number_kind kind, const bool all_lines, const int R, const stream *s, int64_t d) {
+    const int64_t keys = s->keys->keys, begin = d * CUT;
+    for (int at = 0; at < PANEL; at += VECTORS_FOR(R) * LANES) {
+        real *to = s->out + d + at;
         for (int64_t k = 0; k < keys; k += CHAIN) {
             int64_t count = keys - k < CHAIN ? keys - k : CHAIN;
             stream_sums sum;
-            if (d == 0) weigh_chain(s, k, k + count);
-            stream_rows(kind, all_lines, R, count, s->scores + k, CUT, values, panel * CUT + k * PANEL + d - panel,
-                        ahead, sum);
+            if (d + at == 0) weigh_chain(s, k, k + count);
+            stream_rows(kind, all_lines, R, count, s->scores + k, CUT, (matrix){s->keys->v, PANEL},
+                        begin + k * PANEL + at, stream_fetches(kind, R, s->keys, begin, CUT, k, at), sum);
             if (k % PAIR == 0 && k + CHAIN < keys) {
                 stream_store(R, sum, s->first, PANEL);
             } else {
                 if (k % PAIR != 0) stream_add(R, sum, s->first, PANEL);
-                if (k >= PAIR) stream_add(R, sum, s->out + d, s->out_stride);
-                stream_store(R, sum, s->out + d, s->out_stride);
+                if (k >= PAIR) stream_add(R, sum, to, s->out_stride);
+                stream_store(R, sum, to, s->out_stride);
             }
         }
     }
