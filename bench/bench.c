@@ -114,6 +114,7 @@ typedef struct job {
     rapt_cache *cache; /* NULL: none */
     rapt_tensor q, k, v, out;
     rapt_options options;
+    rapt_tensor before, after_it;          /* of a small attention that goes before, if there is a cache */
     rapt_tensor lse, d_out, d_q, d_k, d_v; /* if it trains */
     rapt_mha_state *state;
     rapt_mha_gradients *gradients;
@@ -188,7 +189,12 @@ static void make_job(rapt_context *context, const shape *s, job *to) {
         j.v = random_tensor(4, k);
         j.out = random_tensor(4, q);
     }
-    if (s->cache != 0) j.cache = j.options.cache = make_cache(context, s);
+    if (s->cache != 0) {
+        int64_t small[4] = {1, 8, 64, 64};
+        j.cache = j.options.cache = make_cache(context, s);
+        j.before = random_tensor(4, small);
+        j.after_it = random_tensor(4, small);
+    }
     *to = j;
     if (s->trains) prepare_training(context, to);
     run_job(context, to);
@@ -207,12 +213,21 @@ static void free_job(job *j) {
     }
     free(j->q.data);
     free(j->out.data);
-    const rapt_tensor *training[] = {&j->lse, &j->d_out, &j->d_q, &j->d_k, &j->d_v};
-    for (int i = 0; i < 5; i++) free(training[i]->data);
+    const rapt_tensor *others[] = {&j->before, &j->after_it, &j->lse, &j->d_out, &j->d_q, &j->d_k, &j->d_v};
+    for (int i = 0; i < 7; i++) free(others[i]->data);
     rapt_mha_state_destroy(j->state);
     rapt_mha_gradients_destroy(j->gradients);
     rapt_mha_destroy(j->layer);
     rapt_cache_destroy(j->cache);
+}
+
+/* The rest of a model keeps the threads at work until a token comes to its cache. After a round of reading memory they would
+ * sleep, and come 40 us late. */
+static void wake_threads(rapt_context *context, const job *j) {
+    const rapt_options plain = {0};
+    const rapt_tensor *x = &j->before;
+    for (double begin = seconds_now(); seconds_now() - begin < 0.2e-3;)
+        check(context, rapt_attention_forward(context, x, x, x, &plain, &j->after_it));
 }
 
 typedef struct round_result {
@@ -243,6 +258,7 @@ static round_result run_round(rapt_context *context, const job *j, const float *
         run_job(context, j); /* what it reads is warm again */
         break;
     }
+    if (j->cache != NULL) wake_threads(context, j);
     double start = seconds_now();
     for (int i = 0; i < j->repeats; i++) run_job(context, j);
     r.seconds = (seconds_now() - start) / j->repeats;
