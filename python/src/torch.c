@@ -102,8 +102,9 @@ static PyObject *sizes_tuple(const int64_t *sizes) {
 
 /* A new, dense tensor of four dimensions on the CPU, of the prototype's type. */
 static PyObject *new_tensor(PyObject *prototype, rapt_dtype dtype, const int64_t *shape, const int64_t *strides) {
-    enum { LARGE = 1 << 19 }; /* elements, for which there may be memory (_results.py) */
-    if (torch.make == NULL || shape[0] * shape[1] * shape[2] * shape[3] >= LARGE) {
+    enum { LARGE = 4 << 20 }; /* bytes, for which there may be memory (_results.py) */
+    int64_t bytes = shape[0] * shape[1] * shape[2] * shape[3] * (int64_t)rapt_dtype_size(dtype);
+    if (torch.make == NULL || bytes >= LARGE) {
         PyObject *sizes = sizes_tuple(shape), *steps = sizes_tuple(strides), *made = NULL;
         if (sizes != NULL && steps != NULL)
             made = PyObject_CallFunctionObjArgs(torch.empty, prototype, sizes, steps, NULL);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
@@ -23,13 +24,24 @@ from rapt.torch._results import empty_contiguous
 Model = TypeVar("Model", bound=nn.Module)
 
 
+_own, _out = itemgetter(*WEIGHTS[:5]), itemgetter("weight", "bias")
+
+
 def _of(module: nn.Module, name: str) -> Tensor | None:
     own = module._parameters
-    return own[name] if name in own else getattr(module, name, None)  # pruned or parametrised: no parameter
+    return own[name] if name in own else getattr(module, name, None)
 
 
 def _parameters(module: nn.MultiheadAttention) -> tuple[Tensor | None, ...]:
     """As WEIGHTS has them."""
+    if not _is_compiling():
+        # The common case in few steps: the last call left none of this in the CPU's caches, so each of them takes long.
+        own = module._parameters
+        try:
+            extra = (own["bias_k"], own["bias_v"]) if "bias_k" in own else (module.bias_k, module.bias_v)
+            return *_own(own), *extra, *_out(module._modules["out_proj"]._parameters)  # type: ignore[union-attr]
+        except (KeyError, AttributeError):  # pruned, parametrised or changed otherwise: not all are parameters
+            pass
     out = module.out_proj
     return *(_of(module, name) for name in WEIGHTS[:-2]), _of(out, "weight"), _of(out, "bias")
 

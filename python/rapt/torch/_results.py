@@ -73,30 +73,31 @@ def _hold(held: _Held) -> None:
 def empty_strided(prototype: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
     """A new tensor of the prototype's type, on the CPU; the strides leave no gaps."""
     size = prod(shape) * prototype.element_size()
-    is_large = size >= _LARGE and _count_users is not None
-    held = _take(size) if is_large else None
+    if size < _LARGE or _count_users is None:
+        return torch.empty_strided(shape, strides, dtype=prototype.dtype, device="cpu")
+    held = _take(size)
     if held is not None:
         made = torch.empty(0, dtype=prototype.dtype, device="cpu").set_(held.storage, 0, shape, strides)
         _hold(held)
         return made
-    if is_large:
-        release_memory()  # sizes have changed
+    release_memory()  # sizes have changed
     made = torch.empty_strided(shape, strides, dtype=prototype.dtype, device="cpu")
-    if is_large:
-        _core.torch_prefer_large_pages(made.data_ptr(), size)
-        _hold(_Held(made.untyped_storage()))
+    _core.torch_prefer_large_pages(made.data_ptr(), size)
+    _hold(_Held(made.untyped_storage()))
     return made
 
 
 def empty_like(prototype: Tensor) -> Tensor:
     """As torch.empty_like."""
-    if prototype.is_contiguous():
-        return empty_strided(prototype, prototype.shape, prototype.stride())
-    return torch.empty_like(prototype)
+    if prototype.nbytes < _LARGE or not prototype.is_contiguous():
+        return torch.empty_like(prototype)
+    return empty_strided(prototype, prototype.shape, prototype.stride())
 
 
 def empty_contiguous(prototype: Tensor) -> Tensor:
     """A contiguous tensor of the prototype's shape."""
+    if prototype.nbytes < _LARGE:
+        return torch.empty_like(prototype, memory_format=torch.contiguous_format)
     strides, step = [], 1
     for size in reversed(prototype.shape):
         strides.append(step)
