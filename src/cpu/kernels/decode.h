@@ -23,7 +23,7 @@ typedef vec stream_sums[STREAM_ROWS][STREAM_VECTORS];
 
 /* What is fetched while rows of a panel are read, from row i and column `at` on: what is a chain ahead. 16-bit numbers whose
  * columns take several passes: in each pass its share of the next panel, or memory would idle after the first. Nothing new
- * if they are in a cache of the CPU's, which is read as fast without. The panel begins with that element. */
+ * if they are in a cache of the CPU's, which is read as fast without. The panel's first element is `begin`. */
 typedef struct stream_ahead {
     int64_t at, step; /* elements */
 } stream_ahead;
@@ -80,8 +80,7 @@ typedef struct stream {
     vec *power, *total; /* [rows][VECTORS] what the weights are relative to, as a power of 2; their sums */
     real *out;          /* [rows][out_stride] */
     int64_t out_stride;
-    real *
-        first; /* [rows][PANEL] sums until the others of the two are there: of a score's first half, a pair's first chain */
+    real *first; /* [rows][PANEL] sums that wait: for a chain's other half, or for a pair's other chain */
 } stream;
 
 /* Scores of all keys. A panel is there as a whole in a cache, so its last columns may be anything. */
