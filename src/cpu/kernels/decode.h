@@ -108,9 +108,9 @@ INLINE void stream_scores(const number_kind kind, const bool all_lines, const in
 }
 
 INLINE void weigh_chain_of_rows(const int R, const stream *s, int64_t first, int64_t end) {
-    const int STEPS = R * VECTORS < IN_STEP ? IN_STEP / (R * VECTORS) : 1;
+    const int vectors = R * VECTORS, STEPS = vectors < IN_STEP ? IN_STEP / vectors : 1;
     vec power[STREAM_ROWS * VECTORS], total[STREAM_ROWS * VECTORS];
-    UNROLL for (int v = 0; v < R * VECTORS; v++) {
+    UNROLL for (int v = 0; v < vectors; v++) {
         power[v] = s->power[v];
         total[v] = s->total[v];
     }
@@ -118,7 +118,7 @@ INLINE void weigh_chain_of_rows(const int R, const stream *s, int64_t first, int
     for (; c + STEPS * COLUMNS <= end; c += STEPS * COLUMNS)
         weigh_columns(R, STEPS, s->scores + c, false, power, total);
     for (; c < end; c += COLUMNS) weigh_columns(R, 1, s->scores + c, false, power, total);
-    UNROLL for (int v = 0; v < R * VECTORS; v++) s->total[v] = total[v];
+    UNROLL for (int v = 0; v < vectors; v++) s->total[v] = total[v];
 }
 
 /* Scores of keys [first, end) become weights, and `total` adds them up. */
