@@ -251,6 +251,7 @@ static round_result run_round(rapt_context *context, const job *j, const float *
     }
     case READ_COLD: /* which flushes the caches, too */
         r.limit = r.short_limit = measure_read(isa, big_buffer, BIG_BUFFER, threads);
+        if (j->cache != NULL) wake_threads(context, j);
         break;
     case READ_WARM:
         measure_read(isa, big_buffer, count, threads);
@@ -258,7 +259,6 @@ static round_result run_round(rapt_context *context, const job *j, const float *
         run_job(context, j); /* what it reads is warm again */
         break;
     }
-    if (j->cache != NULL) wake_threads(context, j);
     double start = seconds_now();
     for (int i = 0; i < j->repeats; i++) run_job(context, j);
     r.seconds = (seconds_now() - start) / j->repeats;
