@@ -48,10 +48,7 @@ INLINE void stream_rows(const number_kind kind, const bool all_lines, const int 
         for (int c = NUMBERS; c < WIDTH && (all_lines || kind != REALS); c += NUMBERS)
             fetch_ahead(kind, panel, ahead.at + c);
         UNROLL for (int v = 0; v < V; v++) numbers[v] = load_numbers(kind, panel, at + v * LANES);
-        UNROLL for (int r = 0; r < R; r++) {
-            vec factor = v_all(x[r * stride + i]);
-            UNROLL for (int v = 0; v < V; v++) sum[r][v] = v_fma(factor, numbers[v], sum[r][v]);
-        }
+        UNROLL for (int r = 0; r < R; r++) add_multiples(kind, V, &x[r * stride + i], numbers, sum[r]);
         at += PANEL;
         ahead.at += ahead.step;
     }

@@ -85,6 +85,14 @@ typedef struct fetching {
     int64_t step; /* in bytes */
 } fetching;
 
+/* sum[v] += *x * numbers[v], where `numbers` are of a kind. */
+INLINE void add_multiples(const number_kind kind, const int V, const real *x, const vec numbers[], vec sum[]) {
+    const vec all = v_all(*x);
+    UNROLL for (int v = 0; v < V; v++) {
+        sum[v] = kind == REALS ? v_fma(all, numbers[v], sum[v]) : v_fma_of(x, numbers[v], sum[v]);
+    }
+}
+
 /* What is wanted soon, if there is something; else rows that the next product will need, a line of each in every register
  * tile (or, of S strands, in S tiles, since they take 1 / S of the steps): four tiles fetch those of B; if A is transposed,
  * so that its rows are as far apart, the next four fetch those. */
@@ -122,8 +130,7 @@ INLINE void micro_term(const number_kind kind, const int R, const int V, const b
     if (kind != REALS) __builtin_prefetch(ahead.data + k * ahead.step + PANEL, 0, 2); /* few rows fetch all lines */
     UNROLL for (int v = 0; v < V; v++) numbers[v] = v_kept(load_numbers(kind, b, k * b.ld + column + v * LANES));
     UNROLL for (int r = 0; r < R; r++) {
-        vec x = v_all(a.data[r * a.row_stride + k * a.inner_stride]);
-        UNROLL for (int v = 0; v < V; v++) sum[r][v] = v_fma(x, numbers[v], sum[r][v]);
+        add_multiples(kind, V, &a.data[r * a.row_stride + k * a.inner_stride], numbers, sum[r]);
     }
 }
 

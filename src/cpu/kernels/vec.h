@@ -6,6 +6,7 @@
  *
  *   v_load_f16, v_load_bf16    numbers of those types, in the compilation for float
  *   v_fma(a, b, c)             a * b + c, rounded once
+ *   v_fma_of(a, b, c)          the same with *a in all lanes, straight from memory
  *   v_round(x)                 to the nearest integer, ties to even
  *   v_max_or_second(a, b)      a > b ? a : b, so b when either is NaN; v_min_or_second likewise
  *   v_times_pow2(x, k)         x * 2^k for integers k <= 0, and exactly 0 below LEAST_POWER (never a denormal power),
@@ -71,6 +72,17 @@ INLINE vec v_kept(vec x) {
     __asm__("" : "+v"(x)); /* may have changed it, as far as the compiler knows */
 #endif
     return x;
+}
+
+/* A broadcast to a register takes a slot of AMD's vector units, which have none left beside multiply-adds and 16-bit numbers
+ * to be widened; one that is part of a multiply-add takes none. */
+INLINE vec v_fma_of(const real *a, vec b, vec c) {
+#if defined(RAPT_KERNEL_ISA_AVX512) && defined(RAPT_KERNEL_F32)
+    __asm__("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(c) : "v"(b), "m"(*a));
+    return c;
+#else
+    return v_fma(v_all(*a), b, c);
+#endif
 }
 
 /* Masked scores are -inf. */
