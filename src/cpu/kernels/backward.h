@@ -227,11 +227,10 @@ INLINE void tile_product(const int S, int64_t first, int64_t rows, int64_t dim, 
     for (int64_t d = 0; d < dim; d += CHAIN) {
         int64_t width = width_at(dim, d), count = dim - d < CHAIN ? dim - d : CHAIN;
         const real *a = left + d * CHAIN + first * width, *b = right + d * PANEL + begin;
-        sums_to sums = {.before = d > 0 ? to : NULL, .ld_before = PANEL, .c = to, .ldc = PANEL};
         if (S == 1)
-            product_chain(rows, count, a, width, b, PANEL, end - begin, soon, sums);
+            product_chain(rows, count, a, width, b, PANEL, end - begin, soon, sums_in_place(d > 0, to, PANEL));
         else
-            score_chain(rows, count, a, width, b, PANEL, end - begin, soon, sums);
+            score_chain(rows, count, a, width, b, PANEL, end - begin, soon, d > 0, to, PANEL);
     }
 }
 

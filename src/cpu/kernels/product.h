@@ -34,6 +34,11 @@ typedef struct sums_to {
     int64_t ldc;
 } sums_to;
 
+/* To c, or added to what is there. */
+INLINE sums_to sums_in_place(bool adds, real *c, int64_t ldc) {
+    return (sums_to){.before = adds ? c : NULL, .ld_before = ldc, .c = c, .ldc = ldc};
+}
+
 INLINE sums_to sums_to_tile(sums_to to, int64_t row, int64_t column) {
     if (to.before != NULL) to.before += row * to.ld_before + column;
     if (to.first != NULL) to.first += row * PANEL + column;
@@ -113,7 +118,7 @@ INLINE fetching fetch_for(const number_kind kind, const int S, const int V, int6
         return ahead;
     }
     int64_t row = inner + tile % S * (inner / S);
-    if (a.row_stride == 1 && tile / S % 8 >= 4) {
+    if (a.inner_stride != 1 && tile / S % 8 >= 4) {
         const real *next = a.data + row * a.inner_stride + line;
         return (fetching){(const char *)next, a.inner_stride * (int64_t)sizeof(real)};
     }
@@ -239,11 +244,11 @@ static void product_chain_transposed(int64_t rows, int64_t inner, const real *a,
     product_of_kind(REALS, 1, rows, inner, inner, (left_matrix){a, 1, lda, 0}, (matrix){b, ldb}, columns, soon, to);
 }
 
-/* The halves of a score's chain. */
+/* The halves of a score's chain, to c, or, if `adds`, added to what is there. */
 static void score_chain(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
-                        int64_t columns, rapt_soon *soon, sums_to to) {
+                        int64_t columns, rapt_soon *soon, bool adds, real *c, int64_t ldc) {
     product_of_kind(REALS, STRANDS, rows, inner, (inner + 1) / STRANDS, (left_matrix){a, lda, 1, 0}, (matrix){b, ldb},
-                    columns, soon, to);
+                    columns, soon, sums_in_place(adds, c, ldc));
 }
 
 INLINE bool cpu_is_of(os_cpu_maker maker) {
@@ -277,10 +282,11 @@ INLINE void chains_in_turn(const bool transposed, int64_t rows, int64_t inner, l
     }
 }
 
-/* Two chains. */
+/* Two chains; there is no `first`, of which a compiler should know. */
 static void product_strands(int64_t rows, int64_t inner, const real *a, int64_t lda, int64_t gap, const real *b,
                             int64_t ldb, int64_t columns, sums_to to) {
     left_matrix left = {a, lda, 1, gap};
+    to.first = NULL;
     if (pairs_side_by_side()) {
         product_of_kind(REALS, STRANDS, rows, inner, CHAIN, left, (matrix){b, ldb}, columns, NULL, to);
     } else {
@@ -291,6 +297,7 @@ static void product_strands(int64_t rows, int64_t inner, const real *a, int64_t 
 static void product_strands_transposed(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b,
                                        int64_t ldb, int64_t columns, sums_to to) {
     left_matrix left = {a, 1, lda, 0};
+    to.first = NULL;
     if (pairs_side_by_side()) {
         product_of_kind(REALS, STRANDS, rows, inner, CHAIN, left, (matrix){b, ldb}, columns, NULL, to);
     } else {
@@ -353,8 +360,8 @@ INLINE void narrow_score_chain(rapt_dtype dtype, int64_t rows, int64_t inner, co
 INLINE void score_product(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
                           int64_t columns, rapt_soon *soon, real *c, int64_t ldc) {
     for (int64_t k = 0; k < inner; k += CHAIN) {
-        sums_to to = {.before = k > 0 ? c : NULL, .ld_before = ldc, .c = c, .ldc = ldc};
-        score_chain(rows, inner - k < CHAIN ? inner - k : CHAIN, a + k, lda, b + k * ldb, ldb, columns, soon, to);
+        int64_t count = inner - k < CHAIN ? inner - k : CHAIN;
+        score_chain(rows, count, a + k, lda, b + k * ldb, ldb, columns, soon, k > 0, c, ldc);
     }
 }
 
