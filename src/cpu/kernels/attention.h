@@ -155,8 +155,7 @@ static void tile_scores(const attn_rows *rows, const attn_keys *keys, const real
         if (stays_narrow(rows, keys)) {
             const uint16_t *k = (const uint16_t *)keys->k + panel * PANEL * dim + (first - panel * PANEL);
             for (int64_t d = 0; d < dim; d += CHAIN) {
-                sums_to to = {
-                    .before = d > 0 ? scores + first : NULL, .ld_before = CUT, .c = scores + first, .ldc = CUT};
+                sums_to to = sums_in_place(d > 0, scores + first, CUT);
                 int64_t count = dim - d < CHAIN ? dim - d : CHAIN;
                 narrow_score_chain(keys->dtype, rows->count, count, q + d, dim, k + d * PANEL, PANEL, last - first, to);
             }
@@ -197,7 +196,7 @@ static void weigh_values(const attn_rows *rows, const attn_keys *keys, int64_t d
         real *out = (real *)partial->out + d;
         for (int64_t k = 0; k < inner || k == 0; k += PAIR) { /* at least once: no keys give zeros */
             int64_t count = inner - k < PAIR ? inner - k : PAIR;
-            sums_to to = {.before = k > 0 ? out : NULL, .ld_before = ldo, .c = out, .ldc = ldo};
+            sums_to to = sums_in_place(k > 0, out, ldo);
             int64_t at = panel_at + (first + k) * stride;
             if (stays_narrow(rows, keys) && !mark_masked) {
                 const uint16_t *v = (const uint16_t *)keys->v + at;

@@ -415,8 +415,7 @@ INLINE void add_over_rows(int64_t first_key, int64_t keys, int64_t first, int64_
         int64_t width = width_at(dim, d);
         real *to = total + d * CHAIN + first_key * width;
         product_chain_transposed(keys, rows, weights + first * PANEL + first_key, PANEL,
-                                 right + d * CHAIN + first * width, width, width, NULL,
-                                 (sums_to){.before = to, .ld_before = width, .c = to, .ldc = width});
+                                 right + d * CHAIN + first * width, width, width, NULL, sums_in_place(true, to, width));
     }
 }
 
@@ -427,7 +426,7 @@ INLINE void add_over_keys(int64_t first, int64_t rows, int64_t begin, int64_t en
         int64_t width = width_at(dim, d);
         real *to = total + d * CHAIN + first * width;
         product_chain(rows, end - begin, weights + first * PANEL + begin, PANEL, right + d * CHAIN + begin * width,
-                      width, width, NULL, (sums_to){.before = to, .ld_before = width, .c = to, .ldc = width});
+                      width, width, NULL, sums_in_place(true, to, width));
     }
 }
 

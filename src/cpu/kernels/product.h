@@ -90,14 +90,6 @@ typedef struct fetching {
     int64_t step; /* in bytes */
 } fetching;
 
-/* sum[v] += *x * numbers[v], where `numbers` are of a kind. */
-INLINE void add_multiples(const number_kind kind, const int V, const real *x, const vec numbers[], vec sum[]) {
-    const vec all = v_all(*x);
-    UNROLL for (int v = 0; v < V; v++) {
-        sum[v] = kind == REALS ? v_fma(all, numbers[v], sum[v]) : v_fma_of(x, numbers[v], sum[v]);
-    }
-}
-
 /* What is wanted soon, if there is something; else rows that the next product will need, a line of each in every register
  * tile (or, of S strands, in S tiles, since they take 1 / S of the steps): four tiles fetch those of B; if A is transposed,
  * so that its rows are as far apart, the next four fetch those. */
@@ -126,6 +118,14 @@ INLINE fetching fetch_for(const number_kind kind, const int S, const int V, int6
 }
 
 typedef vec micro_sums[MICRO_ROWS][MICRO_VECTORS];
+
+/* sum[v] += *x * numbers[v], where `numbers` are of a kind. */
+INLINE void add_multiples(const number_kind kind, const int V, const real *x, const vec numbers[], vec sum[]) {
+    const vec all = v_all(*x);
+    UNROLL for (int v = 0; v < V; v++) {
+        sum[v] = kind == REALS ? v_fma(all, numbers[v], sum[v]) : v_fma_of(x, numbers[v], sum[v]);
+    }
+}
 
 /* sum[r] += A[r][k] * B[k]. */
 INLINE void micro_term(const number_kind kind, const int R, const int V, const bool fetches, int64_t k, left_matrix a,
@@ -244,7 +244,8 @@ static void product_chain_transposed(int64_t rows, int64_t inner, const real *a,
     product_of_kind(REALS, 1, rows, inner, inner, (left_matrix){a, 1, lda, 0}, (matrix){b, ldb}, columns, soon, to);
 }
 
-/* The halves of a score's chain, to c, or, if `adds`, added to what is there. */
+/* The halves of a score's chain, to c, or, if `adds`, added to what is there. No sums_to: addresses of what no score has, a
+ * bias or a first chain, would crowd those of the rows out of their registers. */
 static void score_chain(int64_t rows, int64_t inner, const real *a, int64_t lda, const real *b, int64_t ldb,
                         int64_t columns, rapt_soon *soon, bool adds, real *c, int64_t ldc) {
     product_of_kind(REALS, STRANDS, rows, inner, (inner + 1) / STRANDS, (left_matrix){a, lda, 1, 0}, (matrix){b, ldb},
@@ -282,7 +283,7 @@ INLINE void chains_in_turn(const bool transposed, int64_t rows, int64_t inner, l
     }
 }
 
-/* Two chains; there is no `first`, of which a compiler should know. */
+/* Two chains. That there is no `first` is for the compiler to know. */
 static void product_strands(int64_t rows, int64_t inner, const real *a, int64_t lda, int64_t gap, const real *b,
                             int64_t ldb, int64_t columns, sums_to to) {
     left_matrix left = {a, lda, 1, gap};
