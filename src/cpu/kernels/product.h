@@ -119,7 +119,7 @@ INLINE fetching fetch_for(const number_kind kind, const int S, const int V, int6
 
 typedef vec micro_sums[MICRO_ROWS][MICRO_VECTORS];
 
-/* sum[v] += *x * numbers[v], where `numbers` are of a kind. */
+/* sum[v] += *x * numbers[v], for numbers that were stored as `kind`. */
 INLINE void add_multiples(const number_kind kind, const int V, const real *x, const vec numbers[], vec sum[]) {
     const vec all = v_all(*x);
     UNROLL for (int v = 0; v < V; v++) {
