@@ -121,6 +121,8 @@ static rapt_status settle_config(const rapt_context_config *config, rapt_context
     return RAPT_OK;
 }
 
+static size_t context_bytes(int32_t lanes) { return sizeof(rapt_context) + (size_t)lanes * sizeof(rapt_turn); }
+
 static rapt_status create(const rapt_context_config *config, rapt_context *draft, rapt_context **result) {
     int32_t threads = 1;
     rapt_status status = settle_config(config, draft, &threads);
@@ -139,10 +141,10 @@ static rapt_status create(const rapt_context_config *config, rapt_context *draft
         }
         draft->owns_pool = true;
     }
-    rapt_context *context = rapt_allocate(&draft->allocator, sizeof *context);
+    rapt_context *context = rapt_allocate(&draft->allocator, context_bytes(threads));
     if (context == NULL) {
         if (draft->owns_pool) rapt_pool_destroy(draft->pool);
-        return rapt_fail_memory(draft, sizeof *context);
+        return rapt_fail_memory(draft, context_bytes(threads));
     }
     memcpy(context, draft, sizeof *context);
     atomic_flag_clear(&context->busy);
@@ -170,7 +172,7 @@ void rapt_context_destroy(rapt_context *context) {
     if (context->owns_pool) rapt_pool_destroy(context->pool);
     rapt_allocator allocator = context->allocator;
     rapt_release(&allocator, context->arena.base, context->arena.capacity);
-    rapt_release(&allocator, context, sizeof *context);
+    rapt_release(&allocator, context, context_bytes(context->lanes));
 }
 
 const char *rapt_error_message(const rapt_context *context) {
@@ -214,16 +216,20 @@ rapt_status rapt_leave(rapt_context *context, const rapt_call *call, rapt_status
 typedef struct parallel_job {
     rapt_work work;
     void *arg;
-    int64_t items;
-    _Atomic int64_t next;
+    int64_t items, lanes;
+    rapt_turn *turns; /* [lanes] */
 } parallel_job;
 
-/* One lane: it takes items until there are none, so a lane that starts late simply finds less. */
+/* One lane: it takes its own items and then what others have left of theirs, so one that starts late finds less. */
 static void run_lane(void *arg, int64_t lane) {
-    parallel_job *job = arg;
+    const parallel_job *job = arg;
     rapt_fp_mode mode = rapt_fp_mode_enter();
-    int64_t item;
-    while ((item = atomic_fetch_add(&job->next, 1)) < job->items) job->work(job->arg, item, (int32_t)lane);
+    for (int64_t i = 0; i < job->lanes; i++) {
+        _Atomic int64_t *next = &job->turns[(lane + i) % job->lanes].next;
+        int64_t item = 0;
+        while (atomic_load(next) < job->items && (item = atomic_fetch_add(next, job->lanes)) < job->items)
+            job->work(job->arg, item, (int32_t)lane);
+    }
     rapt_fp_mode_leave(mode);
 }
 
@@ -233,8 +239,8 @@ void rapt_parallel(rapt_context *context, int64_t items, double operations, rapt
         for (int64_t item = 0; item < items; item++) work(arg, item, 0);
         return;
     }
-    parallel_job job = {.work = work, .arg = arg, .items = items};
-    atomic_init(&job.next, 0);
+    parallel_job job = {.work = work, .arg = arg, .items = items, .lanes = lanes, .turns = context->turns};
+    for (int64_t lane = 0; lane < lanes; lane++) atomic_init(&job.turns[lane].next, lane);
     if (context->parallel_for != NULL) {
         context->parallel_for(context->parallel_for_user, lanes, run_lane, &job);
     } else {

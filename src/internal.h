@@ -57,6 +57,11 @@ static inline size_t rapt_size_mul(size_t a, size_t b) {
 typedef struct rapt_backend_table rapt_backend_table;
 typedef struct rapt_cpu_kernels rapt_cpu_kernels;
 
+/* The items of a loop that one lane takes first: next, next + lanes and so on. */
+typedef struct rapt_turn {
+    _Alignas(RAPT_ALIGNMENT) _Atomic int64_t next; /* alone in its cache line */
+} rapt_turn;
+
 struct rapt_context {
     rapt_allocator allocator;
     rapt_backend backend_id;
@@ -75,6 +80,7 @@ struct rapt_context {
     rapt_arena arena;
     atomic_flag busy;
     char message[512];
+    rapt_turn turns[]; /* [lanes] */
 };
 
 /* Every public call that computes or allocates stands between these two: they keep a second thread out, put the
@@ -96,8 +102,9 @@ rapt_status rapt_check_struct_size(rapt_context *context, const char *name, cons
                                    size_t given, size_t known);
 
 /* Runs work(arg, item, lane) for each item in [0, items) on as many lanes as pay. Items are handed out one by one, so
- * they may be of very different sizes; what one computes never depends on lane or order. `operations` is roughly the
- * number of multiply-adds in all: too little work wakes no thread. */
+ * they may be of very different sizes; what one computes never depends on lane or order. A lane begins with items of
+ * its own, the same in each loop of as many items, so what it read for them last time may still be in its cache.
+ * `operations` is roughly the number of multiply-adds in all: too little work wakes no thread. */
 typedef void (*rapt_work)(void *arg, int64_t item, int32_t lane);
 void rapt_parallel(rapt_context *context, int64_t items, double operations, rapt_work work, void *arg);
 

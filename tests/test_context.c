@@ -2,7 +2,10 @@
 #define _POSIX_C_SOURCE 200809L
 #include "support.h"
 
+#include "internal.h"
+
 #include <pthread.h>
+#include <sched.h>
 #include <unistd.h>
 
 /* ---- helpers ---- */
@@ -426,6 +429,60 @@ static void test_parallel_for(void **state) {
     free_tensor(&x);
 }
 
+/* ---- loops ---- */
+
+enum { MOST_ITEMS = 100 };
+typedef struct counted_loop {
+    atomic_int runs[MOST_ITEMS];
+    atomic_int first_item[8]; /* of each lane, from 1 */
+    atomic_int begun;         /* lanes */
+    int32_t wait_for;         /* so many lanes, before the first item of each */
+} counted_loop;
+
+static void count_item(void *arg, int64_t item, int32_t lane) {
+    counted_loop *loop = arg;
+    int none = 0;
+    atomic_fetch_add(&loop->runs[item], 1);
+    if (atomic_compare_exchange_strong(&loop->first_item[lane], &none, (int)item + 1))
+        atomic_fetch_add(&loop->begun, 1);
+    while (atomic_load(&loop->begun) < loop->wait_for) sched_yield();
+}
+
+/* Every item once, whoever runs the lanes; and where all lanes run, each begins with the item of its number. */
+static void check_loop(rapt_context *context, int64_t items, bool together) {
+    counted_loop loop;
+    memset(&loop, 0, sizeof loop);
+    int32_t lanes = rapt_context_num_threads(context);
+    if (items < lanes) lanes = (int32_t)items;
+    if (together) loop.wait_for = lanes;
+    context->operations_worth_a_thread = 0;
+    rapt_parallel(context, items, 1, count_item, &loop);
+    for (int64_t i = 0; i < items; i++) assert_int_equal(atomic_load(&loop.runs[i]), 1);
+    for (int32_t lane = 0; lane < lanes && together; lane++)
+        assert_int_equal(atomic_load(&loop.first_item[lane]), lane + 1);
+}
+
+static void test_loops(void **state) {
+    (void)state;
+    const rapt_parallel_for kinds[] = {NULL, in_order, backwards, in_real_threads};
+    for (int kind = 0; kind < 4; kind++) {
+        for (int32_t threads = 2; threads <= 8; threads++) {
+            rapt_context_config config = rapt_context_config_default();
+            config.num_threads = threads;
+            config.parallel_for = kinds[kind];
+            config.parallel_for_user = text;
+            config.parallel_for_workers = threads;
+            rapt_context *context;
+            assert_int_equal(create(config, &context), RAPT_OK);
+            for (int64_t items = 0; items < MOST_ITEMS; items++) {
+                check_loop(context, items, false);
+                if (kinds[kind] == NULL || kinds[kind] == in_real_threads) check_loop(context, items, true);
+            }
+            rapt_context_destroy(context);
+        }
+    }
+}
+
 static void test_pool_of_any_size(void **state) {
     (void)state;
     rapt_tensor x = some_input();
@@ -494,19 +551,13 @@ static void test_layer_outlives_context(void **state) {
 int main(void) {
     skip_without_forced_isa();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_names),
-        cmocka_unit_test(test_defaults),
-        cmocka_unit_test(test_nothing),
-        cmocka_unit_test(test_refused),
-        cmocka_unit_test(test_struct_size),
-        cmocka_unit_test(test_error_text),
-        cmocka_unit_test(test_error_message),
-        cmocka_unit_test(test_environment_threads),
-        cmocka_unit_test(test_environment_isa),
-        cmocka_unit_test(test_parallel_for),
-        cmocka_unit_test(test_pool_of_any_size),
-        cmocka_unit_test(test_shared_pool),
-        cmocka_unit_test(test_layer_outlives_context),
+        cmocka_unit_test(test_names),           cmocka_unit_test(test_defaults),
+        cmocka_unit_test(test_nothing),         cmocka_unit_test(test_refused),
+        cmocka_unit_test(test_struct_size),     cmocka_unit_test(test_error_text),
+        cmocka_unit_test(test_error_message),   cmocka_unit_test(test_environment_threads),
+        cmocka_unit_test(test_environment_isa), cmocka_unit_test(test_parallel_for),
+        cmocka_unit_test(test_loops),           cmocka_unit_test(test_pool_of_any_size),
+        cmocka_unit_test(test_shared_pool),     cmocka_unit_test(test_layer_outlives_context),
     };
     return cmocka_run_group_tests(tests, forget_environment, NULL);
 }
