@@ -31,6 +31,16 @@ SHORT = 100e-3  # a call below this would show caches that others emptied and th
 WARM_UP = 5e-3  # seconds of such calls come before a round untimed
 SLOWER = 1.25  # a variant so much slower than its library's best is not asked for
 BIG_BUFFER = 256 << 20  # bytes: far larger than any last cache
+CACHE_LINE = 64  # bytes: where tensors of Rapt's and PyTorch's begin, and what NumPy allocates does not
+
+
+def aligned(array: np.ndarray) -> np.ndarray:
+    """A copy that begins with a cache line."""
+    memory = np.empty(array.nbytes + CACHE_LINE, np.uint8)
+    begin = -memory.ctypes.data % CACHE_LINE
+    copy = memory[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
 
 
 class Problem:
@@ -45,7 +55,7 @@ class Problem:
         random = np.random.default_rng(1)
 
         def uniform(*sizes: int, scale: float = 1) -> np.ndarray:
-            return ((2 * random.random(sizes, np.float32) - 1) * scale).astype(np.float32)
+            return aligned(((2 * random.random(sizes, np.float32) - 1) * scale).astype(np.float32))
 
         if self.is_layer:
             e = self.embed_dim
