@@ -18,24 +18,24 @@ typedef struct task_slot {
 } task_slot;
 
 struct rapt_pool {
-    /* What workers look at while they wait: written once a job. */
+    /* A cache line that workers look at while they wait, and that is written once a job: */
     _Atomic uint64_t posted; /* job number << 16 | count */
-    atomic_bool stopping;
-    atomic_bool caller_sleeps; /* on `all_done` */
     void (*task)(void *arg, int64_t index);
     void *arg;
     task_slot *slot; /* [threads] */
+    atomic_bool stopping;
+    atomic_bool caller_sleeps; /* on `all_done` */
+    int32_t threads;           /* with the caller's */
+    int32_t started;           /* workers that run */
+    atomic_llong process; /* whose workers these are: a forked child has none of them; -1 while it starts its own */
+    os_thread *worker;    /* [threads - 1] */
 
     _Alignas(RAPT_ALIGNMENT) atomic_int sleeping; /* workers that wait on `wake` */
     atomic_int numbered;                          /* workers that know their number */
-    atomic_flag taken;                            /* by a context that computes */
     rapt_allocator allocator;
-    int32_t threads;      /* with the caller's */
-    int32_t started;      /* workers that run */
-    atomic_llong process; /* whose workers these are: a forked child has none of them; -1 while it starts its own */
-    os_thread *worker;    /* [threads - 1] */
     os_mutex mutex;
     os_condition wake, all_done;
+    atomic_flag taken; /* by a context that computes */
 };
 
 static uint64_t job_of(uint64_t posted) { return posted >> 16; }
