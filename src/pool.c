@@ -13,8 +13,8 @@
 #define SPINS 4000 /* some tens of microseconds: longer than the gap between the stages of one forward */
 
 typedef struct task_slot {
-    _Alignas(RAPT_ALIGNMENT) _Atomic uint64_t claimed; /* the last job whose task this is somebody's */
-    _Atomic uint64_t done;                             /* the last job whose task this is done */
+    _Alignas(RAPT_ALIGNMENT) _Atomic uint64_t claimed; /* the last job in which somebody has taken this task */
+    _Atomic uint64_t done;                             /* the last in which it was finished */
 } task_slot;
 
 struct rapt_pool {
@@ -48,7 +48,7 @@ static bool is_done(const rapt_pool *pool, uint64_t posted) {
 }
 
 /* Runs the tasks that nobody has claimed. A claim that succeeds pins the job: its caller waits for the task, so task and
- * arg stay what they are. To who comes late, when other jobs were posted meanwhile, all slots are claimed. */
+ * arg stay what they are. Who comes late, when other jobs were posted meanwhile, finds all slots claimed. */
 static void work_on(rapt_pool *pool, uint64_t posted, int64_t own) {
     uint64_t job = job_of(posted);
     for (int64_t count = count_of(posted), i = 0; i < count; i++) {
