@@ -232,9 +232,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             return False
         if _wants_gradient((*inputs, *parameters)):
             return False
-        if query.ndim not in (2, 3) or query.shape[-1] != self.embed_dim:
+        if not all(t is None or (takes(t) and t.dtype is query.dtype) for t in (*inputs, *parameters)):
             return False
-        return all(t is None or (takes(t) and t.dtype is query.dtype) for t in (*inputs, *parameters))
+        return query.ndim in (2, 3) and query.shape[-1] == self.embed_dim  # in this order: nested tensors have no shape
 
     def _forward_packed(
         self, inputs: Any, parameters: Any, options: dict[str, Any], kind: int, keys: int
