@@ -101,6 +101,30 @@ def test_shortcuts_are_open_again():
     torch.testing.assert_close(ours[~padding()], plain[~padding()], atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("hidden", [False, True])
+def test_encoders_under_autocast(dtype, norm_first, hidden):
+    """Their result has the type of PyTorch's way with gradients, whose norms compute in float32; its fast path has
+    none of them apart, and gives the lower type."""
+    layer = nn.TransformerEncoderLayer(E, H, 32, dropout=0.0, batch_first=True, norm_first=norm_first)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    x, mask = torch.randn(N, S, E), padding() if hidden else None
+    with torch.autocast("cpu", dtype):
+        with torch.no_grad():
+            fast = model(x, src_key_padding_mask=mask)
+        theirs = model(x, src_key_padding_mask=mask)
+        rapt.torch.convert(model)
+        results = [model(x, src_key_padding_mask=mask)]
+        with torch.no_grad():
+            results.append(model(x, src_key_padding_mask=mask))
+    assert fast.dtype is dtype and theirs.dtype is torch.float32
+    bound = {torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
+    for ours in results:
+        assert ours.dtype is theirs.dtype
+        torch.testing.assert_close(ours, theirs, atol=bound, rtol=bound)
+
+
 class Doubled(nn.MultiheadAttention):
     def forward(self, *args, **options):
         out, weights = super().forward(*args, **options)
