@@ -4,8 +4,8 @@
 >>> x = np.random.rand(1, 8, 128, 64).astype(np.float32)
 >>> y = rapt.scaled_dot_product_attention(x, x, x, is_causal=True)
 
-Arrays are NumPy's, PyTorch's or JAX's, of any strides; they are not copied, and results are of the query's kind. Each
-Python thread computes for itself while the interpreter's lock is released; one pool of threads serves them all.
+Arrays are NumPy's, PyTorch's or JAX's, or buffers, of any strides; they are not copied, and results are of the query's
+kind. Each Python thread computes for itself while the interpreter's lock is released; one pool of threads serves all.
 """
 
 from rapt._attention import scaled_dot_product_attention

@@ -1,4 +1,7 @@
-"""New arrays of the caller's kind. The binding calls this for all but NumPy's own, which it makes itself."""
+"""Arrays of strangers: buffers as NumPy's, and new ones of the caller's kind.
+
+The binding calls this for all but NumPy's own arrays, which it takes and makes itself.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +53,32 @@ def check_torch(*arrays: Any) -> None:
             raise TypeError("a tensor requires a gradient, which is lost here: use rapt.torch, or pass tensor.detach()")
 
 
+def view_of_buffer(buffer: Any) -> np.ndarray | None:
+    """NumPy's view of an object with the buffer protocol, without a copy; None if it has none."""
+    try:
+        memory = memoryview(buffer)
+    except TypeError:
+        return None
+    return np.asarray(memory)
+
+
+def with_shapes(**arrays: Any) -> list[Any]:
+    """The arrays, or views of those without an attribute `shape`; what was one object is one view."""
+    seen: dict[int, Any] = {}
+    for name, array in arrays.items():
+        if id(array) in seen:
+            continue
+        view = array
+        if array is not None and not hasattr(array, "shape"):
+            view = np.asarray(array) if hasattr(array, "__array_interface__") else view_of_buffer(array)
+            if view is None:
+                raise TypeError(
+                    f"{name} is {type(array)}, expected an array (NumPy's, one with __dlpack__ and shape, or a buffer)"
+                )
+        seen[id(array)] = view
+    return [seen[id(array)] for array in arrays.values()]
+
+
 def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
     count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     raw = np.empty(count + _ALIGNMENT, np.uint8)
@@ -66,8 +95,9 @@ def empty_like(prototype: Any, shape: tuple[int, ...], dtype: str | None) -> Any
         return prototype.new_empty(shape, dtype={"f32": torch.float32, "f64": torch.float64}[dtype])
     if is_jax(prototype):
         return _aligned(shape, np.dtype(prototype.dtype if dtype is None else numpy_dtype(dtype)))
-    own = getattr(prototype, "dtype", None)
-    return np.empty(shape, own if dtype is None else numpy_dtype(dtype))
+    if dtype is not None:
+        return np.empty(shape, numpy_dtype(dtype))
+    return np.empty(shape, prototype.dtype if hasattr(prototype, "dtype") else np.asarray(prototype).dtype)
 
 
 def finish(prototype: Any, result: Any) -> Any:

@@ -42,7 +42,7 @@ def scaled_dot_product_attention(
     key_lengths, key_start: how many keys of each sequence are real, and the first one; an integer stands for all.
     return_lse: returns (out, lse), with the logarithm of each row's sum of exponentials [..., H, L].
 
-    A query that sees no key gets zeros. Results are arrays of the query's kind.
+    A query that sees no key gets zeros. Results are arrays of the query's kind, and NumPy's if that is a buffer.
     """
     return _compute(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_offset, window, key_lengths,

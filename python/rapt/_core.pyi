@@ -1,5 +1,5 @@
-# The binding, in C: the functions of rapt.h on arrays. Arrays are anything with __dlpack__ or __array_interface__;
-# options have the names of the structs' fields.
+# The binding, in C: the functions of rapt.h on arrays. Arrays are anything with __dlpack__ or __array_interface__, and
+# buffers; options have the names of the structs' fields.
 from os import PathLike
 from typing import Any
 

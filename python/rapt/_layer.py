@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rapt import _core
-from rapt._arrays import check_torch, empty_like, finish, numpy_dtype
+from rapt._arrays import check_torch, empty_like, finish, numpy_dtype, with_shapes
 from rapt._cache import KVCache
 
 _ROTARY_SCALINGS = ("plain", "linear", "ntk", "llama3", "yarn")
@@ -122,6 +122,8 @@ class MultiheadAttention:
         state: keeps what `backward` needs. The inputs must stay as they are until then.
         """
         check_torch(query, key, value, attn_mask, key_padding_mask)
+        if not (hasattr(query, "shape") and hasattr(key, "shape") and hasattr(value, "shape")):
+            query, key, value = with_shapes(query=query, key=key, value=value)
         options: dict[str, Any] = {
             "key_padding_mask": key_padding_mask,
             "attn_mask": attn_mask,

@@ -1,8 +1,9 @@
 /* arrays.c - Python's arrays as rapt_tensor; memory of Rapt as arrays
  *
- * Three ways in, none of which copies: the exchange table of the array's type (PyTorch 2.10 and later: no Python code
- * runs), __dlpack__ (NumPy 1.22, PyTorch, JAX, CuPy), and __array_interface__ for what NumPy does not export by DLPack
- * (read-only arrays, ml_dtypes' bfloat16, booleans of old versions).
+ * Four ways in, none of which copies: the exchange table of the array's type (PyTorch 2.10 and later: no Python code
+ * runs), __dlpack__ (NumPy 1.22, PyTorch, JAX, CuPy), __array_interface__ for what NumPy does not export by DLPack
+ * (read-only arrays, ml_dtypes' bfloat16, booleans of old versions), and what has none of these but is a buffer
+ * (memoryview, ctypes) by way of NumPy, for the stable ABI of Python 3.9 has no buffers.
  */
 #include "core.h"
 #include "dlpack_abi.h"
@@ -188,6 +189,26 @@ static int by_interface(core_call *call, PyObject *array, const char *name, bool
     return core_call_keep(call, array) < 0 ? -1 : 1;
 }
 
+static PyObject *helper(const char *name) {
+    if (helpers == NULL && (helpers = PyImport_ImportModule("rapt._arrays")) == NULL) return NULL;
+    return PyObject_GetAttrString(helpers, name);
+}
+
+/* As by_dlpack, of NumPy's view of a buffer. */
+static int by_buffer(core_call *call, PyObject *buffer, const char *name, bool writable, rapt_tensor *tensor) {
+    PyObject *function = helper("view_of_buffer");
+    PyObject *view = function != NULL ? PyObject_CallFunctionObjArgs(function, buffer, NULL) : NULL;
+    Py_XDECREF(function);
+    if (view == NULL) return -1;
+    int taken = view != Py_None ? by_dlpack(call, view, name, writable, tensor) : 0;
+    if (taken == 0 && view != Py_None) {
+        PyErr_Clear(); /* a view that is read-only has the other way */
+        taken = by_interface(call, view, name, writable, tensor);
+    }
+    Py_DECREF(view);
+    return taken;
+}
+
 static rapt_tensor *take(core_call *call, PyObject *array, const char *name, bool writable) {
     if (call->num_tensors == CORE_MAX_TENSORS)
         return PyErr_SetString(PyExc_ValueError, "too many arrays in one call"), NULL;
@@ -213,8 +234,10 @@ static rapt_tensor *take(core_call *call, PyObject *array, const char *name, boo
         Py_XDECREF(value);
         Py_XDECREF(traceback);
     }
+    if (taken == 0) taken = by_buffer(call, array, name, writable, tensor);
     if (taken == 0)
-        PyErr_Format(PyExc_TypeError, "%s is %R, expected an array (NumPy's, or one with __dlpack__)", name, type);
+        PyErr_Format(PyExc_TypeError, "%s is %R, expected an array (NumPy's, one with __dlpack__, or a buffer)", name,
+                     type);
     return taken == 1 ? tensor : NULL;
 }
 
@@ -281,11 +304,6 @@ const int64_t *core_take_integers(core_call *call, PyObject *numbers, const char
 }
 
 /* ---- out ---- */
-
-static PyObject *helper(const char *name) {
-    if (helpers == NULL && (helpers = PyImport_ImportModule("rapt._arrays")) == NULL) return NULL;
-    return PyObject_GetAttrString(helpers, name);
-}
 
 bool core_is_numpy(PyObject *array) { return (PyObject *)Py_TYPE(array) == numpy_array_type; }
 
