@@ -22,7 +22,10 @@ static PyMethodDef methods[] = {
      "Addresses of LibTorch's torch_parallel_for and torch_get_num_threads, to compute with while no number is set; "
      "None: not."},
     {"set_num_threads", core_set_num_threads, METH_O, "set_num_threads(count)\n--\n\n0: the default."},
-    {"get_num_threads", core_get_num_threads, METH_NOARGS, "get_num_threads()\n--\n\n"},
+    {"get_num_threads", core_get_num_threads, METH_NOARGS,
+     "get_num_threads()\n--\n\n"
+     "How many threads calls compute with: those of set_num_threads, of RAPT_NUM_THREADS, of PyTorch, or all CPUs that "
+     "the process may use, whichever is the first to say."},
     {"manual_seed", core_manual_seed, METH_O, "manual_seed(seed)\n--\n\nOf dropout, from its first draw on."},
     {NULL, NULL, 0, NULL},
 };

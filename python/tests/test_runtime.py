@@ -44,6 +44,11 @@ def test_number_of_threads_changes_no_bit() -> None:
         rapt.set_num_threads(-1)
 
 
+def test_every_public_name_is_documented() -> None:
+    for name in set(rapt.__all__) - {"__version__"}:
+        assert (getattr(rapt, name).__doc__ or "").strip(), name
+
+
 def test_python_threads() -> None:
     expected = compute()
     layer = rapt.MultiheadAttention(32, 4, batch_first=True)
