@@ -12,7 +12,7 @@ from rapt._attention import scaled_dot_product_attention
 from rapt._cache import KVCache
 from rapt._core import get_num_threads, manual_seed, set_num_threads
 from rapt._core import version as __version__
-from rapt._layer import MultiheadAttention, State, layers, load
+from rapt._layer import MultiheadAttention, State, layers, load, save
 
 __all__ = [
     "KVCache",
@@ -23,6 +23,7 @@ __all__ = [
     "layers",
     "load",
     "manual_seed",
+    "save",
     "scaled_dot_product_attention",
     "set_num_threads",
 ]

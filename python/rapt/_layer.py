@@ -28,7 +28,8 @@ class MultiheadAttention:
     """PyTorch's nn.MultiheadAttention, with its arguments, numbers and names of parameters.
 
     Beyond it: num_kv_heads below num_heads (grouped heads), a head_dim of its own, layers that are always causal, a
-    scale, and a seed that gives the same first weights everywhere. dtype is float32, float64, bfloat16 or float16.
+    scale, and a seed that gives the same first weights everywhere. dtype is float32, float64, bfloat16 or float16;
+    device is the CPU, by name or as PyTorch's.
     """
 
     core: _core.Layer
@@ -44,6 +45,7 @@ class MultiheadAttention:
         kdim: int | None = None,
         vdim: int | None = None,
         batch_first: bool = False,
+        device: Any = None,
         dtype: Any = "float32",
         *,
         num_kv_heads: int | None = None,
@@ -52,6 +54,8 @@ class MultiheadAttention:
         scale: float | None = None,
         seed: int = 0,
     ) -> None:
+        if device is not None and str(device) not in ("cpu", "cpu:0"):
+            raise ValueError(f"device is {str(device)!r}, expected 'cpu': this build has no other backend")
         self._set_core(
             _core.Layer(
                 embed_dim=embed_dim,
@@ -325,6 +329,20 @@ def load(
         ignore_extra=ignore_extra,
     )
     return MultiheadAttention._of(core)
+
+
+def save(
+    layer: MultiheadAttention,
+    path: str | os.PathLike[str],
+    *,
+    scheme: str = "pytorch",
+    prefix: str | None = None,
+    dtype: Any = None,
+) -> None:
+    """layer.save: the counterpart of `load`, which reads the file without further settings."""
+    if not isinstance(layer, MultiheadAttention):
+        raise TypeError(f"layer is {type(layer)}, expected a rapt.MultiheadAttention")
+    layer.save(path, scheme=scheme, prefix=prefix, dtype=dtype)
 
 
 def layers(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

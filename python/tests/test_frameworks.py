@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import inspect
 import signal
 import subprocess
 import sys
@@ -54,6 +55,21 @@ def test_torch_layer() -> None:
     assert isinstance(gradients["query"], torch.Tensor)
     assert (gradients["query"] - leaf.grad).abs().max() < 1e-5
     assert np.abs(gradients["in_proj_weight"] - theirs.in_proj_weight.grad.numpy()).max() < 1e-4
+
+
+def test_torch_settings_and_parameters() -> None:
+    """PyTorch's arguments in PyTorch's order, its objects for them, and its modules take the parameters."""
+    torch = pytest.importorskip("torch")
+    settings = (24, 4, 0.0, True, True, False, 7, None, True, torch.device("cpu"), torch.float64)
+    ours, theirs = rapt.MultiheadAttention(*settings), torch.nn.MultiheadAttention(*settings)
+    names = [list(inspect.signature(c.__init__).parameters) for c in (type(ours), type(theirs))]
+    assert names[0][: len(names[1])] == names[1]
+    with pytest.raises(ValueError, match="device is 'cuda:0'"):
+        rapt.MultiheadAttention(8, 2, device=torch.device("cuda", 0))
+    theirs.load_state_dict({name: torch.from_numpy(x) for name, x in ours.state_dict().items()})
+    q, k, v = (torch.randn(2, 5, width, dtype=torch.float64) for width in (24, 7, 24))
+    for found, expected in zip(ours(q, k, v), theirs(q, k, v)):
+        torch.testing.assert_close(found, expected.detach(), atol=1e-13, rtol=1e-13)
 
 
 def test_torch_tensors_that_are_more_than_memory() -> None:

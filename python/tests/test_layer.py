@@ -105,6 +105,11 @@ def test_settings_and_modes() -> None:
     assert (layer(x, x, x)[0] == layer(x, x, x)[0]).all()
     with pytest.raises(ValueError, match="num_heads 6 does not divide embed_dim 512"):
         rapt.MultiheadAttention(512, 6)
+    for device in ("cpu", "cpu:0", None):
+        assert rapt.MultiheadAttention(8, 2, 0.0, True, False, False, None, None, True, device, "f64").dtype == "f64"
+    for device in ("cuda", "cuda:1", "mps", 0):
+        with pytest.raises(ValueError, match=f"device is '{device}', expected 'cpu'"):
+            rapt.MultiheadAttention(8, 2, device=device)
     with pytest.raises(TypeError, match="dtype is 'int8'"):
         rapt.MultiheadAttention(8, 2, dtype="int8")
 
@@ -162,6 +167,12 @@ def test_files(tmp_path: Path) -> None:
     assert (again(x, x, x)[0] == layer(x, x, x)[0]).all()
     double = rapt.load(tmp_path / "layer.safetensors", "model.layers.0.self_attn.", 4, dtype="float64")
     assert double.dtype == "f64"
+    rapt.save(layer, tmp_path / "again.safetensors", scheme="llama", prefix="model.layers.0.self_attn.")
+    assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "layer.safetensors").read_bytes()
+    rapt.save(layer, str(tmp_path / "half.safetensors"), dtype="float16")
+    assert rapt.load(tmp_path / "half.safetensors").dtype == "f16"
+    with pytest.raises(TypeError, match="layer is <class 'str'>"):
+        rapt.save("layer.safetensors", layer)  # type: ignore[arg-type]
     with pytest.raises(FileNotFoundError):
         rapt.load(tmp_path / "none.safetensors")
     with pytest.raises(OSError, match="none"):
