@@ -14,7 +14,9 @@ torch = pytest.importorskip("torch", minversion="2.10")
 import rapt.torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from rapt.torch import _encoder as encoder  # noqa: E402
+from rapt.torch import _functional as functional  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.library import opcheck  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -348,6 +350,38 @@ def test_copies():
         for copied in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
             assert type(copied) is rapt.torch.MultiheadAttention and "_rapt_packed" not in copied.__dict__
             assert torch.equal(copied(*x)[0], expected)
+
+
+@pytest.mark.parametrize("settings", [{}, {"add_bias_kv": True}, {"kdim": 6, "vdim": 7}, {"bias": False}], ids=str)
+@pytest.mark.parametrize("same", [False, True])
+def test_opcheck(settings, same):
+    """Of the operator that stands for a layer's backward; test_torch_attention.py has the other two."""
+    operators = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("rapt::")}
+    assert operators == {"rapt::attention", "rapt::attention_backward", "rapt::layer_backward"}
+    operator = torch.ops.rapt.layer_backward.default
+    layer, _ = pair(**settings)
+    x = inputs(settings)
+    if same and "kdim" not in settings:
+        x = [x[0]] * 3
+    out, shown = layer(*x)
+    node = out.grad_fn
+    wanted = {name.replace(".", "_"): p for name, p in layer.named_parameters()}
+    node.wanted = [name in wanted for name in functional.INPUTS + functional.WEIGHTS]
+    d_out, d_shown = torch.randn_like(out), torch.randn_like(shown)
+    functional.running[-1] = node  # as it is while the backward runs
+    try:
+        for given in ((d_out, None), (d_out, d_shown), (None, d_shown)):
+            opcheck(operator, (*given, -1))
+            results = dict(zip(functional.INPUTS + functional.WEIGHTS, operator(*given, -1)))
+            loss = sum((a * b).sum() for a, b in zip((out, shown), given) if b is not None)
+            for name, p in wanted.items():
+                expected = torch.autograd.grad(loss, p, retain_graph=True, allow_unused=True)[0]
+                close(results[name], torch.zeros_like(p) if expected is None else expected)
+            second = operator(*(g if g is None else g.clone().requires_grad_() for g in given), -1)
+            with pytest.raises(RuntimeError, match="no second derivative"):
+                second[-2].sum().backward()
+    finally:
+        del functional.running[-1]
 
 
 def test_layer_compiles():

@@ -103,6 +103,18 @@ def _differentiate_one(d_out: Tensor | None, d_weights: Tensor | None, layer: in
     return tuple(nothing.clone() if g is None else g for g in _differentiate(ctx, d_out, d_weights))
 
 
+def _differentiate_none(d_out: Tensor | None, d_weights: Tensor | None, layer: int) -> tuple[Tensor, ...]:
+    """What results look like; what the layer keeps are real tensors, of which fake ones are not made."""
+    ctx = running[layer]
+    dtype = ctx.saved_tensors[0].dtype
+    return tuple(
+        torch.empty_like(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu"))
+        if want
+        else torch.empty((0,), dtype=dtype, device="cpu")
+        for t, want in zip(ctx.saved_tensors, ctx.wanted)
+    )
+
+
 def _differentiate_each(info: Any, dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
     rows = [
         _layer_backward(*(a if d is None else a.select(d, i) for a, d in zip(args, dims)))
@@ -112,7 +124,9 @@ def _differentiate_each(info: Any, dims: tuple[int | None, ...], *args: Any) -> 
 
 
 _library.impl("layer_backward", _differentiate_one, "CPU")
+torch.library.register_fake("rapt::layer_backward", _differentiate_none, lib=_library)
 torch.library.register_vmap("rapt::layer_backward", _differentiate_each, lib=_library)
+operators.refuse_second("rapt::layer_backward", _library)
 
 
 def _differentiate_watched(ctx: Any, d_out: Tensor | None, d_weights: Tensor | None) -> list[Tensor | None]:

@@ -165,8 +165,13 @@ def _setup_nothing(ctx: Any, inputs: Any, output: Any) -> None:
     pass
 
 
+def refuse_second(operator: str, library: torch.library.Library) -> None:
+    """Makes an operator that computes gradients one whose own gradient raises."""
+    torch.library.register_autograd(operator, _no_second, setup_context=_setup_nothing, lib=library)
+
+
 torch.library.register_autograd("rapt::attention", _differentiate, setup_context=_setup, lib=_library)
-torch.library.register_autograd("rapt::attention_backward", _no_second, setup_context=_setup_nothing, lib=_library)
+refuse_second("rapt::attention_backward", _library)
 
 
 class _TransformableBackward(torch.autograd.Function):
