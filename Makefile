@@ -67,6 +67,10 @@ python-test: ## install the Python package into a virtual environment and run it
 	@$(PYTHON_VENV)/bin/python -m pip --disable-pip-version-check install --quiet $(PIP_FLAGS) ".[test]"
 	@$(PYTHON_VENV)/bin/python -m pytest --quiet
 
+wheel-test: ## build the wheel and try it, beside NumPy alone, with every Python from 3.9 on that is there
+	@scripts/bootstrap.sh python
+	@scripts/wheel_test.sh $(PIP_FLAGS)
+
 python-lint: ## ruff and mypy over the Python package and its example, from the same virtual environment
 	@scripts/bootstrap.sh python
 	@test -x $(PYTHON_VENV)/bin/python || python3 -m venv $(PYTHON_VENV) || { rm -rf $(PYTHON_VENV); exit 1; }
@@ -109,4 +113,4 @@ lint: ## clang-tidy and cppcheck
 clean: ## remove what was built
 	@rm -rf build
 
-.PHONY: help run train test bench bench-peers python-test python-lint parity-venv parity python-example install format format-check lint clean
+.PHONY: help run train test bench bench-peers python-test wheel-test python-lint parity-venv parity python-example install format format-check lint clean
