@@ -194,6 +194,22 @@ static PyObject *helper(const char *name) {
     return PyObject_GetAttrString(helpers, name);
 }
 
+/* Turns an exception of the array's library, which may bring a page of its addresses, into one with the first line. */
+static void refuse(const char *name, PyObject *type) {
+    PyObject *kind, *value, *traceback;
+    PyErr_Fetch(&kind, &value, &traceback);
+    PyObject *text = value != NULL ? PyObject_Str(value) : NULL;
+    PyObject *lines = text != NULL ? PyUnicode_Splitlines(text, 0) : NULL;
+    PyObject *first = lines != NULL && PyList_Size(lines) > 0 ? PyList_GetItem(lines, 0) : Py_None;
+    PyErr_Clear();
+    PyErr_Format(PyExc_TypeError, "%s is %R that does not show its memory: %S", name, type, first);
+    Py_XDECREF(lines);
+    Py_XDECREF(text);
+    Py_XDECREF(kind);
+    Py_XDECREF(value);
+    Py_XDECREF(traceback);
+}
+
 /* As by_dlpack, of NumPy's view of a buffer. */
 static int by_buffer(core_call *call, PyObject *buffer, const char *name, bool writable, rapt_tensor *tensor) {
     PyObject *function = helper("view_of_buffer");
@@ -217,7 +233,7 @@ static rapt_tensor *take(core_call *call, PyObject *array, const char *name, boo
     const dl_exchange *table = type != numpy_array_type ? exchange_of(type) : NULL;
     if (table != NULL) {
         dl_tensor dl;
-        if (table->tensor_from_object(array, &dl) != 0) return NULL;
+        if (table->tensor_from_object(array, &dl) != 0) return refuse(name, type), NULL;
         Py_INCREF(array);
         return core_call_keep(call, array) < 0 || from_dl(&dl, name, tensor) < 0 ? NULL : tensor;
     }

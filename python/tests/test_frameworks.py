@@ -83,6 +83,31 @@ def test_torch_tensors_that_are_more_than_memory() -> None:
         rapt.scaled_dot_product_attention(q, k.clone().requires_grad_(), v)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["sparse", "quantised", "nested", "meta"])
+def test_torch_tensors_without_dense_memory(kind: str) -> None:
+    torch = pytest.importorskip("torch", minversion="2.10")
+    x = torch.from_numpy(X[0])
+    if kind == "sparse":
+        x = x.to_sparse()
+    elif kind == "quantised":
+        x = torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
+    elif kind == "nested":
+        x = torch.nested.nested_tensor(list(x))
+    else:
+        x = x.to("meta")
+    layer = rapt.MultiheadAttention(8, 2, batch_first=True)
+    y = torch.from_numpy(X[0, 0])
+    for call in (
+        lambda: rapt.scaled_dot_product_attention(torch.from_numpy(X[0]), x, x),
+        lambda: rapt.scaled_dot_product_attention(x, x, x),
+        lambda: layer(y, x, x, need_weights=False),
+    ):
+        with pytest.raises((TypeError, ValueError)) as raised:
+            call()
+        assert "\n" not in str(raised.value)
+
+
 def test_jax() -> None:
     jax = pytest.importorskip("jax")
     q, k, v = (jax.numpy.asarray(x) for x in X)
