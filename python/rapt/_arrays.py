@@ -47,7 +47,7 @@ def is_jax(array: Any) -> bool:
 def check_torch(*arrays: Any) -> None:
     """Fails on tensors of PyTorch's whose memory does not tell all: a gradient to record, or numbers to be negated."""
     for array in arrays:
-        if not hasattr(array, "requires_grad"):
+        if not is_torch(array):
             continue
         if array.is_nested:  # and has no shape, so that everything else about it fails
             raise TypeError("a tensor is nested: pass one that is padded, with key_lengths")

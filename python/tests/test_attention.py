@@ -165,6 +165,8 @@ def test_dropout() -> None:
     assert abs(first.mean() - 1) < 0.02
     rapt.manual_seed(3)
     assert (rapt.scaled_dot_product_attention(q, k, v, dropout_p=0.25) == first).all()
+    out, lse = rapt.scaled_dot_product_attention(q, k, v, dropout_p=1.0, return_lse=True)
+    assert (out == 0).all() and np.allclose(lse, np.log(200))
 
 
 def test_backward_of_the_binding() -> None:

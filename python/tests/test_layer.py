@@ -186,6 +186,25 @@ def test_files(tmp_path: Path) -> None:
         rapt.load(tmp_path / "broken.safetensors")
 
 
+def test_a_layer_that_drops_everything() -> None:
+    layer = rapt.MultiheadAttention(16, 4, 1.0, batch_first=True)
+    bias = layer.state_dict()["out_proj.bias"]
+    bias += 3
+    layer.commit()
+    x, state = rows(2, 5, 16), rapt.State()
+    out, weights = layer(x, x, x, state=state)
+    assert (out == bias).all() and (weights == 0).all()
+    gradients = layer.backward(state, x)
+    assert not any(gradients[name].any() for name in ("query", "in_proj_weight", "out_proj.weight"))
+    assert gradients["out_proj.bias"].any()
+    assert (layer.eval()(x, x, x)[0] != bias).any()
+
+
+def test_a_layer_that_is_too_large() -> None:
+    with pytest.raises(MemoryError, match="bytes were refused"):
+        rapt.MultiheadAttention(1 << 23, 1)  # a petabyte, for which no process has addresses
+
+
 def test_copies() -> None:
     layer = rapt.MultiheadAttention(16, 4, 0.25, add_bias_kv=True, add_zero_attn=True, kdim=5, scale=0.3).eval()
     q, k, v = rows(3, 16), rows(4, 5), rows(4, 16)

@@ -1,6 +1,8 @@
 """rapt.torch.scaled_dot_product_attention against PyTorch's, and within PyTorch's machinery."""
 
+import inspect
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -80,6 +82,19 @@ def test_masks(dtype):
         check(shapes, dtype, torch.randn(shape, dtype=dtype))
         if dtype in (torch.bfloat16, torch.float16):
             check(shapes, dtype, torch.randn(shape))
+
+
+def test_masks_of_float32_with_float64():
+    shapes = [(2, 3, 5, 8), (2, 3, 6, 8), (2, 3, 6, 8)]
+    for shape in [(5, 6), (2, 1, 5, 6), (2, 3, 1, 6)]:
+        q, k, v = (make(*s, dtype=torch.float64) for s in shapes)
+        masks = [make(*shape)]
+        masks.append(masks[0].detach().requires_grad_())
+        for other in (masks[0].detach(), masks[0]):
+            close(sdpa(q, k, v, other), F.scaled_dot_product_attention(q, k, v, other))
+        for f, mask in zip((sdpa, F.scaled_dot_product_attention), masks):
+            f(q, k, v, mask).square().sum().backward()
+        close(masks[0].grad, masks[1].grad)
 
 
 @pytest.mark.parametrize("lead", [(), (3,), (2, 2, 3)])
@@ -204,6 +219,19 @@ def test_refusals():
         sdpa(q, q, q, torch.zeros(3, 4))
     with pytest.raises(ValueError, match="bottom_right"):
         sdpa(q, q, q, is_causal=True, causal_offset="middle")
+
+
+@pytest.mark.parametrize("function", [sdpa, rapt.scaled_dot_product_attention])
+def test_signature(function):
+    """PyTorch's is written in its documentation alone; what is beyond it has names, and defaults."""
+    found = re.search(r"scaled_dot_product_attention(\([^()]*\)) ->", F.scaled_dot_product_attention.__doc__)
+    names = {}
+    exec(f"def wanted{found[1]}: pass", names)
+    wanted = [(p.name, p.default) for p in inspect.signature(names["wanted"]).parameters.values()]
+    given = list(inspect.signature(function).parameters.values())
+    assert [(p.name, p.default) for p in given[: len(wanted)]] == wanted and len(wanted) == 8
+    assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in given[: len(wanted)])
+    assert all(p.kind is p.KEYWORD_ONLY and p.default is not p.empty for p in given[len(wanted) :])
 
 
 def test_dropout():

@@ -105,3 +105,76 @@ def test_nested_in_the_operator(layout):
     same(sdpa(x, x, x), F.scaled_dot_product_attention(x, x, x))
     with pytest.raises(NotImplementedError, match="window"):
         sdpa(x, x, x, window=(1, 1))
+
+
+# ---- others ----
+
+
+def outcome(function, *args):
+    try:
+        return function(*args)
+    except (RuntimeError, TypeError) as error:  # of PyTorch's, which are not taken for Rapt's
+        return str(error).split("\n", 1)[0]
+
+
+KINDS = {
+    "sparse": torch.Tensor.to_sparse,
+    "compressed": lambda x: x.reshape(-1, x.shape[-1]).to_sparse_csr(),
+    "mkldnn": torch.Tensor.to_mkldnn,
+    "quantised": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+    "complex": lambda x: torch.complex(x, x),
+    "integers": torch.Tensor.int,
+    "meta": lambda x: x.to("meta"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_what_pytorch_does_with_them(kind):
+    """Its result or its refusal, word by word."""
+    x, y = KINDS[kind](torch.randn(2, H, 5, 8)), KINDS[kind](torch.randn(2, 5, E))
+    compare(outcome(sdpa, x, x, x), outcome(F.scaled_dot_product_attention, x, x, x))
+    ours, theirs = layers()
+    for grad, training in itertools.product([False, True], repeat=2):
+        with torch.set_grad_enabled(grad):
+            results = [outcome(m.train(training), y, y, y) for m in (ours, theirs)]
+        compare(*(r[0] if isinstance(r, tuple) else r for r in results))
+    with pytest.raises(NotImplementedError, match="window"):
+        sdpa(x, x, x, window=(1, 1))
+
+
+def compare(ours, theirs):
+    if isinstance(theirs, str):
+        assert ours == theirs and "rapt" not in ours
+    elif theirs.is_meta:
+        assert ours.is_meta and (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+    else:
+        same(ours, theirs)
+
+
+class Counted(torch.Tensor):
+    """A subclass that sees what is done with it, as those that compute something else do."""
+
+    calls = 0
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.calls += 1
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_subclasses_in_the_layer(training, grad):
+    plain = torch.randn(2, 5, E)
+    x = plain.as_subclass(Counted)
+    ours, theirs = (m.train(training) for m in layers())
+    with torch.set_grad_enabled(grad):
+        counts = []
+        for module in (ours, theirs):
+            Counted.calls = 0
+            out, weights = module(x, x, x)
+            assert type(out) is type(weights) is Counted
+            torch.testing.assert_close(out.as_subclass(torch.Tensor), ours(plain, plain, plain)[0])
+            counts.append(Counted.calls)
+    assert min(counts) > 0

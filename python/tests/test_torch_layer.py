@@ -321,6 +321,33 @@ def test_layer_empty(settings, training):
             close(a, b)
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_the_hint_is_not_taken_for_the_mask(training, need_weights):
+    """It says that a mask is causal, which this one is not."""
+    ours, theirs = (module.train(training) for module in pair(batch_first=True))
+    x = torch.randn(N, L, E)
+    mask = torch.randn(L, L)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            plain = ours(x, x, x, attn_mask=mask, need_weights=need_weights)[0]
+            hinted = ours(x, x, x, attn_mask=mask, need_weights=need_weights, is_causal=True)[0]
+            assert torch.equal(hinted, plain)
+            close(plain, theirs(x, x, x, attn_mask=mask, need_weights=need_weights)[0])
+
+
+def test_a_layer_that_drops_everything():
+    ours, theirs = pair(dropout=1.0)
+    x = torch.randn(L, N, E)
+    for module in (ours, theirs):
+        out, weights = module(x, x, x)
+        assert torch.equal(out, module.out_proj.bias.expand(L, N, E)) and not weights.any()
+        out.sum().backward()
+    for a, b in zip(ours.parameters(), theirs.parameters()):
+        assert torch.equal(a.grad, b.grad)
+    close(ours.eval()(x, x, x)[0], theirs.eval()(x, x, x)[0])
+
+
 def test_layer_signatures_and_refusals():
     for name in ("__init__", "forward"):
         given, wanted = (

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -78,6 +79,70 @@ def test_threads_of_python():
     for worker in workers:
         worker.join()
     assert not wrong
+
+
+@pytest.mark.parametrize("what", ["operator", "layer", "backward"])
+def test_the_lock_is_released(what):
+    torch.set_num_threads(1)
+    x = torch.randn(1, 8, 1024, 64, requires_grad=what == "backward")
+    layer = rapt.torch.MultiheadAttention(512, 8, batch_first=True).eval().requires_grad_(False)
+    tokens, out = torch.randn(1, 2048, 512), attend(x)
+    call = {
+        "operator": lambda: attend(x),
+        "layer": lambda: layer(tokens, tokens, tokens, need_weights=False),
+        "backward": lambda: out.backward(torch.ones_like(out), retain_graph=True),
+    }[what]
+    call()  # packs weights
+    done, counted = threading.Event(), [0]
+
+    def count():
+        while not done.is_set():
+            counted[0] += 1
+            time.sleep(0.0001)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        for _ in range(50):  # a busy machine may not let the other thread run in each of them
+            before = counted[0]
+            call()
+            if counted[0] - before > 5:  # between two instructions of this thread it is one
+                break
+        else:
+            pytest.fail("nothing ran beside the call")
+    finally:
+        done.set()
+        thread.join()
+
+
+INTERRUPTED = """
+import os, signal, threading, torch, rapt.torch
+signal.signal(signal.SIGINT, signal.default_int_handler)  # else ignored, if whoever started the tests ignores it
+x, tokens = torch.zeros(1, 8, 1024, 64, requires_grad=True), torch.zeros(1, 1024, 512)
+layer = rapt.torch.MultiheadAttention(512, 8, batch_first=True).eval()
+def operator():
+    return rapt.torch.scaled_dot_product_attention(x.detach(), x.detach(), x.detach())
+def packed():
+    with torch.no_grad():
+        return layer(tokens, tokens, tokens, need_weights=False)[0]
+def backward():
+    return torch.autograd.grad(rapt.torch.scaled_dot_product_attention(x, x, x).sum(), x)[0]
+for call in (operator, packed, backward):
+    expected = call()
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        for _ in range(100000):
+            call()
+    except KeyboardInterrupt:
+        print("interrupted", torch.equal(call(), expected), flush=True)
+    timer.join()
+"""
+
+
+def test_interrupt():
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "interrupted True\n" * 3), done.stderr
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
