@@ -147,7 +147,9 @@ def computed(function: Any, case: Case, tensors: dict[str, torch.Tensor], rng: i
         warnings.simplefilter("ignore")  # PyTorch's about masks of two types
         out, weights = function(
             **{**given_, **used}, embed_dim_to_check=case.heads * case.width, num_heads=case.heads,
-            add_zero_attn=case.zero_attn, dropout_p=0.0, need_weights=case.weights != "none",
+            # two ways to ask for none: what is dropped is each generator's own, and is not compared
+            add_zero_attn=case.zero_attn, dropout_p=0.4 * (case.seed % 2), training=case.seed % 2 == 0,
+            need_weights=case.weights != "none",
             average_attn_weights=case.weights == "mean", use_separate_proj_weight=case.separate,
             is_causal=case.is_causal,
         )  # fmt: skip
