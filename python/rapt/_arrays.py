@@ -47,13 +47,9 @@ def is_jax(array: Any) -> bool:
 def check_torch(*arrays: Any) -> None:
     """Fails on tensors of PyTorch's whose memory does not tell all: a gradient to record, or numbers to be negated."""
     for array in arrays:
-        if not is_torch(array):
-            continue
-        if array.is_nested:  # and has no shape, so that everything else about it fails
-            raise TypeError("a tensor is nested: pass one that is padded, with key_lengths")
-        if array.is_neg():
+        if getattr(array, "is_neg", bool)():
             raise TypeError("a tensor has its negative bit set: pass tensor.resolve_neg()")
-        if array.requires_grad and sys.modules["torch"].is_grad_enabled():
+        if getattr(array, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
             raise TypeError("a tensor requires a gradient, which is lost here: use rapt.torch, or pass tensor.detach()")
 
 

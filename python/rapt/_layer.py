@@ -126,7 +126,11 @@ class MultiheadAttention:
         state: keeps what `backward` needs. The inputs must stay as they are until then.
         """
         check_torch(query, key, value, attn_mask, key_padding_mask)
-        if not (hasattr(query, "shape") and hasattr(key, "shape") and hasattr(value, "shape")):
+        try:
+            shaped = hasattr(query, "shape") and hasattr(key, "shape") and hasattr(value, "shape")
+        except RuntimeError as error:  # PyTorch's of its nested tensors
+            raise TypeError(f"a tensor has no shape: pass one that is padded, with key_lengths ({error})") from None
+        if not shaped:
             query, key, value = with_shapes(query=query, key=key, value=value)
         options: dict[str, Any] = {
             "key_padding_mask": key_padding_mask,
