@@ -1,6 +1,8 @@
 /* test_cli.c - the command-line tool around its forward: help, mistakes, the other commands */
 #include "cli_support.h"
 
+#include <unistd.h>
+
 /* ---- help and mistakes ---- */
 
 static void test_help(void **state) {
@@ -104,6 +106,7 @@ static void test_usage_mistakes(void **state) {
         {"convert in", "OUT expected"},
         {"convert", "IN OUT expected"},
         {"plot", "WEIGHTS expected"},
+        {"plot w --svg - --png -", "--svg and --png cannot both be standard output"},
         {"plot w --color=perhaps", "--color: 'perhaps' is none of auto, always, never"},
         {"bench --filter nothing", "no shape has 'nothing' in its name"},
         {"bench --seconds -1", "--seconds: -1 is not from 0"},
@@ -235,6 +238,49 @@ static void test_convert(void **state) {
     fails(1, "convert " SENTENCE " there.safetensors --heads 7", "7");
 }
 
+/* A stream in, a stream out: the bytes of a file, nothing beside them, and nothing at all if something goes wrong. */
+static void test_convert_streams(void **state) {
+    (void)state;
+    static const char refusal[] = "OUT is '-', but standard output is a terminal, expected a file or a pipe";
+    succeeds("convert " SENTENCE " file.safetensors --heads 4 --scheme gpt2 --dtype f64");
+    assert_int_equal(shell("rm -rf tmp && mkdir tmp"), 0);
+    assert_int_equal(shell("TMPDIR=$PWD/tmp " RAPT_TOOL " convert " SENTENCE
+                           " - --heads 4 --scheme gpt2 --dtype f64 | cat >stream.safetensors"),
+                     0);
+    assert_string_equal(err_text, "");
+    assert_int_equal(shell("cmp file.safetensors stream.safetensors && [ ! -e ./- ] && ls tmp"), 0);
+    assert_string_equal(out_text, "");
+    assert_int_equal(shell("cat " SENTENCE " | " RAPT_TOOL " convert - in.safetensors --heads 4 --scheme gpt2"
+                           " --dtype f64"),
+                     0);
+    assert_has(out_text, "written  gpt2 names, f64  in.safetensors");
+    assert_int_equal(shell("cmp file.safetensors in.safetensors"), 0);
+    assert_int_equal(shell("cat " SENTENCE " | " RAPT_TOOL " convert - - --heads 4 | " RAPT_TOOL
+                           " run - --input x.npy --output y.npy"),
+                     0);
+    assert_output("y.npy", RAPT_F32, NULL);
+    fails(1, "convert " SENTENCE " - --heads 7", "7");
+    fails(1, "convert missing -", "No such file or directory");
+    rapt_mha_config config = rapt_mha_config_default(WIDTH, HEADS); /* a layer that gpt2's names cannot say */
+    config.kdim = WIDTH / 2;
+    rapt_mha *layer;
+    assert_ok(context, rapt_mha_create(context, &config, &layer));
+    assert_ok(context, rapt_mha_save(context, layer, path_of("kdim.safetensors"), NULL));
+    rapt_mha_destroy(layer);
+    assert_int_equal(shell("TMPDIR=$PWD/tmp " RAPT_TOOL " convert kdim.safetensors - --scheme gpt2"), 1);
+    assert_int_equal(out_size, 0);
+    assert_has(err_text, "rapt: '-': ");
+    assert_int_equal(shell("ls tmp"), 0);
+    assert_string_equal(out_text, "");
+    assert_int_equal(shell("TMPDIR=no/such " RAPT_TOOL " convert " SENTENCE " - --heads 4"), 1);
+    assert_has(err_text, "rapt: cannot write a temporary file in 'no/such': No such file or directory");
+    assert_int_equal(on_terminal("", "convert " SENTENCE " - --heads 4", ">&2"), 2);
+    assert_has(err_text, refusal);
+    if (access("/dev/full", W_OK) != 0) return;
+    assert_int_equal(shell(RAPT_TOOL " convert " SENTENCE " - --heads 4 >/dev/full"), 1);
+    assert_has(err_text, "rapt: cannot write standard output: No space left on device");
+}
+
 /* ---- plot ---- */
 
 static uint32_t big_endian(const unsigned char *at) {
@@ -359,8 +405,9 @@ int main(void) {
         cmocka_unit_test(test_help),           cmocka_unit_test(test_manual_is_complete),
         cmocka_unit_test(test_usage_mistakes), cmocka_unit_test(test_info),
         cmocka_unit_test(test_bench),          cmocka_unit_test(test_inspect),
-        cmocka_unit_test(test_convert),        cmocka_unit_test(test_extra_tensors),
-        cmocka_unit_test(test_plot_terminal),  cmocka_unit_test(test_plot_files),
+        cmocka_unit_test(test_convert),        cmocka_unit_test(test_convert_streams),
+        cmocka_unit_test(test_extra_tensors),  cmocka_unit_test(test_plot_terminal),
+        cmocka_unit_test(test_plot_files),
     };
     return cmocka_run_group_tests_name("command-line tool", tests, set_up_cli, tear_down_cli);
 }

@@ -2,8 +2,10 @@
 #include "layer.h"
 
 #include "commands.h"
+#include "files.h"
 
 #include <inttypes.h>
+#include <unistd.h>
 
 const option inspect_options[] = {
     {"--layers", NULL, "only the attention layers"},
@@ -41,31 +43,31 @@ static double print_tensor(const char *name, int name_width, const rapt_checkpoi
     rapt_tensor t;
     char text[SHAPE_SIZE];
     bool known = rapt_checkpoint_find(ctx, checkpoint, name, &t) == RAPT_OK;
-    double bytes = known ? (double)rapt_tensor_count(&t) * (double)rapt_dtype_size(t.dtype) : 0;
+    double size = known ? (double)rapt_tensor_count(&t) * (double)rapt_dtype_size(t.dtype) : 0;
     if (json) {
         printf("{\"name\": ");
         print_json_string(name);
         if (known) {
             printf(", \"dtype\": \"%s\", \"shape\": ", rapt_dtype_name(t.dtype));
             print_json_shape(&t);
-            printf(", \"bytes\": %.0f}", bytes);
+            printf(", \"bytes\": %.0f}", size);
         } else {
             printf(", \"problem\": ");
             print_json_string(rapt_error_message(ctx));
             printf("}");
         }
-        return bytes;
+        return size;
     }
     print_column(name, name_width);
     if (known) {
         printf("  %-4s  %-20s", rapt_dtype_name(t.dtype), shape_text(&t, text));
-        printf(" %10s\n", size_text(bytes, text));
+        printf(" %10s\n", size_text(size, text));
     } else {
         printf("  -     ");
         print_text(stdout, rapt_error_message(ctx));
         putchar('\n');
     }
-    return bytes;
+    return size;
 }
 
 /* Instead of a layer whose names are there and whose shapes make none. */
@@ -84,15 +86,15 @@ static void print_tensors(const rapt_checkpoint *checkpoint, bool json) {
     int width = 0;
     int64_t count = rapt_checkpoint_num_tensors(checkpoint);
     for (int64_t i = 0; i < count; i++) width = wider(width, rapt_checkpoint_tensor_name(checkpoint, i));
-    double bytes = 0;
+    double total = 0;
     if (json) printf("\"tensors\": [");
     for (int64_t i = 0; i < count; i++) {
         if (json) printf(i == 0 ? "\n  " : ",\n  ");
-        bytes += print_tensor(rapt_checkpoint_tensor_name(checkpoint, i), width, checkpoint, json);
+        total += print_tensor(rapt_checkpoint_tensor_name(checkpoint, i), width, checkpoint, json);
     }
     char text[SHAPE_SIZE];
     if (json) printf("]");
-    if (!json) printf("tensors: %" PRId64 ", %s\n", count, size_text(bytes, text));
+    if (!json) printf("tensors: %" PRId64 ", %s\n", count, size_text(total, text));
 }
 
 static void print_layer(const rapt_layer_info *l, int prefix_width, bool json) {
@@ -163,28 +165,45 @@ int run_inspect(const arguments *a) {
 
 /* ---- rapt convert ---- */
 
+/* The file is whole before the first byte of it goes to standard output: an error writes nothing there. */
+static void save(const rapt_mha *layer, const char *out, const rapt_save_options *options) {
+    bool is_stream = strcmp(out, "-") == 0;
+    const char *path = is_stream ? temporary_path() : out;
+    char size[SHAPE_SIZE], step[SHAPE_SIZE + 16];
+    rapt_dtype dtype = options->set_dtype ? options->dtype : rapt_mha_settings(layer)->dtype;
+    double bytes_written = (double)rapt_mha_num_parameters(layer) * (double)rapt_dtype_size(dtype);
+    snprintf(step, sizeof step, "writing %s", size_text(bytes_written, size));
+    show_progress(step);
+    rapt_status status = rapt_mha_save(ctx, layer, path, options);
+    show_progress(NULL);
+    if (status != RAPT_OK) fail("'%s': %s", out, rapt_error_message(ctx));
+    if (!is_stream) return;
+    bytes whole = take_temporary(path);
+    write_file(out, 1, &whole);
+}
+
 int run_convert(const arguments *a) {
-    rapt_save_options save = rapt_save_options_default();
-    save.scheme = scheme_option(a, "--scheme");
-    if (save.scheme == RAPT_SCHEME_AUTO) save.scheme = RAPT_SCHEME_PYTORCH; /* to say so below */
-    save.set_dtype = dtype_option(a, &save.dtype);
-    save.prefix = prefix_option(a, "--to-prefix");
+    const char *out = a->operand[1];
+    bool is_stream = strcmp(out, "-") == 0;
+    if (is_stream && isatty(STDOUT_FILENO))
+        fail_usage("OUT is '-', but standard output is a terminal, expected a file or a pipe");
+    rapt_save_options options = rapt_save_options_default();
+    options.scheme = scheme_option(a, "--scheme");
+    if (options.scheme == RAPT_SCHEME_AUTO) options.scheme = RAPT_SCHEME_PYTORCH; /* to say so below */
+    options.set_dtype = dtype_option(a, &options.dtype);
+    options.prefix = prefix_option(a, "--to-prefix");
     rapt_load_options load = rapt_load_options_default();
     load.scheme = scheme_option(a, "--from-scheme");
     open_context(a);
     rapt_mha *layer = load_layer(a, a->operand[0], load);
-    char size[SHAPE_SIZE], step[SHAPE_SIZE + 16];
-    rapt_dtype dtype = save.set_dtype ? save.dtype : rapt_mha_settings(layer)->dtype;
-    double bytes = (double)rapt_mha_num_parameters(layer) * (double)rapt_dtype_size(dtype);
-    snprintf(step, sizeof step, "writing %s", size_text(bytes, size));
-    show_progress(step);
-    rapt_status status = rapt_mha_save(ctx, layer, a->operand[1], &save);
-    show_progress(NULL);
-    if (status != RAPT_OK) fail("'%s': %s", a->operand[1], rapt_error_message(ctx));
+    save(layer, out, &options);
+    if (is_stream) return SUCCESS;
+    rapt_dtype dtype = options.set_dtype ? options.dtype : rapt_mha_settings(layer)->dtype;
     char description[256];
     rapt_mha_describe(layer, description, sizeof description);
-    printf("layer    %s\nwritten  %s names, %s  ", description, rapt_scheme_name(save.scheme), rapt_dtype_name(dtype));
-    print_text(stdout, a->operand[1]);
+    printf("layer    %s\nwritten  %s names, %s  ", description, rapt_scheme_name(options.scheme),
+           rapt_dtype_name(dtype));
+    print_text(stdout, out);
     putchar('\n');
     return SUCCESS;
 }

@@ -142,3 +142,32 @@ void write_file(const char *path, int parts, const bytes *part) {
     show_progress(NULL);
     if (problem != 0) fail("cannot write %s: %s", path_text(path, false), strerror(problem));
 }
+
+/* ---- a file on its way to a stream ---- */
+
+static void remove_temporary(void *object) {
+    char *path = object, *slash = strrchr(path, '/');
+    if (slash == NULL) return; /* it was taken */
+    unlink(path);
+    *slash = '\0';
+    rmdir(path);
+    *path = '\0';
+}
+
+const char *temporary_path(void) {
+    static const char folder[] = "/rapt-XXXXXX", file[] = "/layer.safetensors";
+    const char *given = getenv("TMPDIR"), *below = given == NULL || *given == '\0' ? "/tmp" : given;
+    size_t length = strlen(below) + strlen(folder), size = length + sizeof file;
+    char *path = allocate(size);
+    snprintf(path, size, "%s%s", below, folder);
+    if (mkdtemp(path) == NULL) fail("cannot write a temporary file in '%s': %s", below, strerror(errno));
+    memcpy(path + length, file, sizeof file);
+    keep(path, remove_temporary);
+    return path;
+}
+
+bytes take_temporary(const char *path) {
+    bytes whole = read_file(path, NULL);
+    remove_temporary((void *)(uintptr_t)path); /* now: a signal that ends the tool while it writes leaves nothing */
+    return whole;
+}

@@ -17,6 +17,10 @@ bytes read_file(const char *path, size_t (*limit)(bytes beginning));
 /* The parts, one after another, under the path when all of it is written: what was there before stays until then. */
 void write_file(const char *path, int parts, const bytes *part);
 
+/* Where a file may be made on its way to a stream: in a folder of its own below $TMPDIR or /tmp. */
+const char *temporary_path(void);
+bytes take_temporary(const char *path); /* maps the file and takes it and its folder off the disk, as its end does */
+
 bool looks_like_safetensors(bytes file); /* by its first nine bytes */
 
 /* ---- arrays: FILE.npy, FILE.safetensors with one tensor in it, FILE.safetensors:NAME ---- */

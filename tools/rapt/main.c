@@ -32,8 +32,8 @@ static const command commands[] = {
     {"convert",
      "IN OUT",
      "Writes a layer of a checkpoint with other names or in another type.",
-     "IN is " CHECKPOINT
-     ", OUT a .safetensors file.\nNames: pytorch, lucid, separate, llama, wq, scirs2, mlx, bert or gpt2; "
+     "IN is " CHECKPOINT ", OUT a .safetensors file; - is a stream.\nNames: pytorch, lucid, separate, llama, wq, "
+                         "scirs2, mlx, bert or gpt2; "
      "rapt(1) lists them.",
      run_convert,
      {layer_options, convert_options}},

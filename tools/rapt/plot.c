@@ -150,6 +150,8 @@ int run_plot(const arguments *a) {
     int when = choice_option(a, "--color", whens);
     const char *tokens = text_option(a, "--tokens"), *query_tokens = text_option(a, "--query-tokens");
     const char *svg = text_option(a, "--svg"), *png = text_option(a, "--png");
+    if (svg != NULL && png != NULL && strcmp(svg, "-") == 0 && strcmp(png, "-") == 0)
+        fail_usage("--svg and --png cannot both be standard output");
     open_context(a);
     rapt_tensor weights = read_array(a->operand[0]);
     picture p = {0};
