@@ -16,10 +16,16 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "tensors are views of 
 
 enum { LENGTH_BYTES = RAPT_SAFETENSORS_LENGTH_BYTES, MAX_HEADER = RAPT_SAFETENSORS_MAX_HEADER };
 
+/* All that the reference implementation knows, which refuses a file with any other. */
 static const safetensors_type types[] = {
-    {"BOOL", 1, RAPT_BOOL}, {"F16", 2, RAPT_F16}, {"BF16", 2, RAPT_BF16}, {"F32", 4, RAPT_F32}, {"F64", 8, RAPT_F64},
-    {"U8", 1, 0},           {"U16", 2, 0},        {"U32", 4, 0},          {"U64", 8, 0},        {"F8_E4M3", 1, 0},
-    {"I8", 1, 0},           {"I16", 2, 0},        {"I32", 4, 0},          {"I64", 8, 0},        {"F8_E5M2", 1, 0},
+    {"BOOL", 8, RAPT_BOOL}, {"F16", 16, RAPT_F16}, {"BF16", 16, RAPT_BF16},
+    {"F32", 32, RAPT_F32},  {"F64", 64, RAPT_F64}, {"C64", 64, 0},
+    {"U8", 8, 0},           {"U16", 16, 0},        {"U32", 32, 0},
+    {"U64", 64, 0},         {"I8", 8, 0},          {"I16", 16, 0},
+    {"I32", 32, 0},         {"I64", 64, 0},        {"F8_E4M3", 8, 0},
+    {"F8_E5M2", 8, 0},      {"F8_E8M0", 8, 0},     {"F8_E4M3FNUZ", 8, 0},
+    {"F8_E5M2FNUZ", 8, 0},  {"F6_E2M3", 6, 0},     {"F6_E3M2", 6, 0},
+    {"F4", 4, 0},
 };
 enum { TYPES = sizeof types / sizeof *types };
 
@@ -77,10 +83,10 @@ static rapt_status read_dtype(reader *r, safetensors_entry *entry) {
 }
 
 static rapt_status add_dimension(reader *r, safetensors_entry *entry, int64_t size) {
-    if (size > 1 && entry->volume > INT64_MAX / size)
+    /* In order: what follows a 0 does not make the number of elements overflow. */
+    if (__builtin_mul_overflow(entry->elements, size, &entry->elements))
         return wrong_tensor(r, entry, r->json.token, "has a shape whose size overflows");
-    if (size > 1) entry->volume *= size;
-    entry->elements = size == 0 || entry->elements == 0 ? 0 : entry->volume;
+    if (size > 1 && __builtin_mul_overflow(entry->volume, size, &entry->volume)) entry->volume = INT64_MAX;
     if (entry->ndim < RAPT_MAX_DIMS) entry->shape[entry->ndim] = size;
     entry->ndim++;
     return RAPT_OK;
@@ -124,13 +130,18 @@ static rapt_status check_tensor(const reader *r, const safetensors_entry *entry)
     if (entry->type == NULL) return wrong_tensor(r, entry, entry->at, "has no dtype");
     if (!entry->has_shape) return wrong_tensor(r, entry, entry->at, "has no shape");
     if (!entry->has_offsets) return wrong_tensor(r, entry, entry->at, "has no data_offsets");
-    if (entry->volume > INT64_MAX / entry->type->size)
+    int64_t bits;
+    if (__builtin_mul_overflow(entry->elements, entry->type->bits, &bits))
         return wrong_tensor(r, entry, entry->at, "has a shape whose size overflows");
     if (entry->begin > entry->end || entry->end > r->file->data_size)
         return wrong_tensor(r, entry, entry->at,
                             "has data_offsets [%" PRId64 ", %" PRId64 "] in %" PRId64 " bytes of data", entry->begin,
                             entry->end, r->file->data_size);
-    int64_t needed = entry->elements * entry->type->size, held = entry->end - entry->begin;
+    if (bits % 8 != 0)
+        return wrong_tensor(r, entry, entry->at,
+                            "has %" PRId64 " elements of %" PRId64 " bits, which end within a byte", entry->elements,
+                            entry->type->bits);
+    int64_t needed = bits / 8, held = entry->end - entry->begin;
     if (needed == held) return RAPT_OK;
     return wrong_tensor(r, entry, entry->at, "needs %" PRId64 " bytes for its shape, it has %" PRId64, needed, held);
 }
@@ -321,6 +332,9 @@ rapt_status rapt_safetensors_view(rapt_context *context, const rapt_safetensors 
     if (entry->ndim > RAPT_MAX_DIMS)
         return rapt_fail(context, RAPT_ERROR_SHAPE, "tensor '%s' has %" PRId64 " dimensions, at most %d are possible",
                          rapt_shown(entry->name, text), entry->ndim, RAPT_MAX_DIMS);
+    if (entry->volume >= INT64_MAX / (entry->type->bits / 8)) /* without elements; yet its strides would overflow */
+        return rapt_fail(context, RAPT_ERROR_SHAPE, "tensor '%s' has a shape whose sizes overflow",
+                         rapt_shown(entry->name, text));
     void *data = (void *)(uintptr_t)(file->data + entry->begin);
     *view = rapt_tensor_of(data, entry->type->dtype, (int32_t)entry->ndim, entry->shape);
     return RAPT_OK;
@@ -332,9 +346,10 @@ rapt_status rapt_safetensors_aligned_view(rapt_context *context, const rapt_safe
     rapt_status status = rapt_safetensors_view(context, file, entry, &found);
     if (status != RAPT_OK) return status;
     char text[RAPT_SHOWN_SIZE];
-    if ((uintptr_t)found.data % (uintptr_t)entry->type->size != 0)
+    int64_t size = entry->type->bits / 8; /* Rapt's own types are whole bytes */
+    if ((uintptr_t)found.data % (uintptr_t)size != 0)
         return rapt_fail(context, RAPT_ERROR_LAYOUT, "tensor '%s' is not aligned to its %" PRId64 "-byte elements",
-                         rapt_shown(entry->name, text), entry->type->size);
+                         rapt_shown(entry->name, text), size);
     *view = found;
     return RAPT_OK;
 }

@@ -9,7 +9,7 @@
 
 typedef struct safetensors_type {
     const char *name; /* "F32" */
-    int64_t size;
+    int64_t bits;     /* of an element */
     rapt_dtype dtype; /* 0: the format has it and Rapt has not */
 } safetensors_type;
 
@@ -18,7 +18,7 @@ typedef struct safetensors_entry {
     const safetensors_type *type;
     size_t at;                          /* of the name in the header's JSON, for messages */
     int64_t ndim, shape[RAPT_MAX_DIMS]; /* dimensions beyond the last are checked and forgotten */
-    int64_t elements, volume;           /* volume counts a dimension of 0 as 1: no stride overflows if it does not */
+    int64_t elements, volume;           /* volume counts a 0 as 1 and stops at INT64_MAX: what strides reach */
     int64_t begin, end;
     bool has_shape, has_offsets;
 } safetensors_entry;

@@ -134,14 +134,19 @@ static const char odd_header[] =
     TENSOR("nine", "F32", "[1,1,1,1,1,1,1,1,1]", "[5,9]") ","
     TENSOR("eight", "BOOL", "[1,1,1,1,1,1,1,7]", "[9,16]") "}";
 
-/* Types that Rapt has not, at offsets that suit none of them. */
+/* Types that Rapt has not, at offsets that suit none of them, beside one that it has; and shapes without elements. */
 static const char packed_header[] =
-    "{" TENSOR("b", "I8", "[1]", "[0,1]") ","
-    TENSOR("a", "U16", "[1]", "[1,3]") ","
-    TENSOR("c", "I16", "[1]", "[3,5]") ","
-    TENSOR("d", "U32", "[]", "[5,9]") ","
-    TENSOR("e", "U64", "[1]", "[9,17]") ","
-    TENSOR("f", "I64", "[]", "[17,25]") "}";
+    "{" TENSOR("b", "I8", "[1]", "[0,1]") "," TENSOR("a", "U16", "[1]", "[1,3]") ","
+    TENSOR("c", "I16", "[1]", "[3,5]") "," TENSOR("d", "U32", "[]", "[5,9]") ","
+    TENSOR("e", "U64", "[1]", "[9,17]") "," TENSOR("f", "I64", "[]", "[17,25]") ","
+    TENSOR("g", "F8_E8M0", "[2,1]", "[25,27]") "," TENSOR("h", "F8_E4M3FNUZ", "[3]", "[27,30]") ","
+    TENSOR("i", "F8_E5M2FNUZ", "[1]", "[30,31]") "," TENSOR("j", "F6_E2M3", "[2,2]", "[31,34]") ","
+    TENSOR("k", "F6_E3M2", "[8]", "[34,40]") "," TENSOR("l", "F4", "[2,3]", "[40,43]") ","
+    TENSOR("m", "F4", "[0,3]", "[43,43]") "," TENSOR("n", "C64", "[1]", "[43,51]") ","
+    TENSOR("usable", "BOOL", "[5]", "[51,56]") "," TENSOR("wide", "F32", "[0,4294967296,4294967296]", "[56,56]") ","
+    TENSOR("long", "BOOL", "[0,4294967296,4294967296]", "[56,56]") ","
+    TENSOR("tall", "F64", "[1152921504606846976,0]", "[56,56]") ","
+    TENSOR("most", "F64", "[0,1152921504606846974]", "[56,56]") "}";
 /* clang-format on */
 
 #define GOOD_DATA 64
@@ -191,6 +196,34 @@ static void test_reads_tensors(void **state) {
     assert_string_equal(rapt_safetensors_metadata(opened, "empty"), "");
     assert_null(rapt_safetensors_metadata(opened, "missing"));
     assert_null(rapt_safetensors_metadata(opened, "zeta"));
+    rapt_safetensors_close(opened);
+    free(file.data);
+}
+
+/* A type that Rapt lacks, or sizes that no loop could count to, are no reason to refuse the file, only the tensor. */
+static void test_usable_beside_others(void **state) {
+    (void)state;
+    static const char *const lacking[] = {"b I8",          "a U16",     "c I16",     "d U32", "e U64",
+                                          "f I64",         "g F8_E8M0", "j F6_E2M3", "l F4",  "h F8_E4M3FNUZ",
+                                          "i F8_E5M2FNUZ", "n C64",     "k F6_E3M2", "m F4"};
+    bytes file = build_aligned(packed_header, 56);
+    rapt_safetensors *opened = open_good(&file);
+    rapt_tensor view = {.ndim = 77};
+    for (size_t i = 0; i < sizeof lacking / sizeof *lacking; i++) {
+        char message[64], name[2] = {lacking[i][0], '\0'};
+        snprintf(message, sizeof message, "tensor '%s' has dtype %s, which Rapt lacks", name, lacking[i] + 2);
+        assert_int_equal(rapt_safetensors_find(ctx, opened, name, &view), RAPT_ERROR_DTYPE);
+        assert_message(message);
+    }
+    assert_int_equal(rapt_safetensors_find(ctx, opened, "wide", &view), RAPT_ERROR_SHAPE);
+    assert_message("'wide' has a shape whose sizes overflow");
+    assert_int_equal(rapt_safetensors_find(ctx, opened, "long", &view), RAPT_ERROR_SHAPE);
+    assert_int_equal(rapt_safetensors_find(ctx, opened, "tall", &view), RAPT_ERROR_SHAPE);
+    assert_int_equal(view.ndim, 77);
+    assert_int_equal(rapt_safetensors_find(ctx, opened, "most", &view), RAPT_OK);
+    assert_int_equal(rapt_tensor_count(&view), 0);
+    assert_int_equal(rapt_safetensors_find(ctx, opened, "usable", &view), RAPT_OK);
+    assert_ptr_equal(view.data, file.data + file.size - 5);
     rapt_safetensors_close(opened);
     free(file.data);
 }
@@ -263,7 +296,7 @@ static void test_unusual_but_good(void **state) {
         {"{" TENSOR("a", "U8", "[4]", "[0,4]") ",\"__metadata__\":{\"k\":\"v\"}}", 4, 1},
         {"{" TENSOR("", "U8", "[4]", "[0,4]") "}", 4, 1},
         {"{" TENSOR("b", "F8_E4M3", "[1]", "[1,2]") "," TENSOR("a", "F8_E5M2", "[1]", "[0,1]") "}", 2, 2},
-        {packed_header, 25, 6},
+        {packed_header, 56, 19},
         {"{\"\\u0061\":{\"d\\u0074ype\":\"\\u00558\",\"shape\":[1],\"data_offsets\":[0,1]}}", 1, 1},
         {"{" TENSOR("a", "U8", "[9223372036854775807,0]", "[0,0]") "}", 0, 1},
     };
@@ -487,7 +520,13 @@ static const struct {
     {A_SHAPE("[9223372036854775808]"), "a number is too large"},
     {A_SHAPE("[18446744073709551620]"), "a number is too large"},
     {A_SHAPE("[4294967296,4294967296]"), "tensor 'a' has a shape whose size overflows"},
-    {A_SHAPE("[0,4294967296,4294967296]"), "tensor 'a' has a shape whose size overflows"},
+    {A_SHAPE("[3,4294967296,4294967296,0]"), "tensor 'a' has a shape whose size overflows"},
+    {"{" TENSOR("a", "F64", "[1152921504606846976]", "[0,0]") "}", "tensor 'a' has a shape whose size overflows"},
+    {"{" TENSOR("a", "F4", "[1,3]", "[0,2]") "}", "tensor 'a' has 3 elements of 4 bits, which end within a byte"},
+    {"{" TENSOR("a", "F6_E2M3", "[2]", "[0,2]") "}", "tensor 'a' has 2 elements of 6 bits, which end within a byte"},
+    {"{" TENSOR("a", "F4", "[4]", "[0,4]") "}", "tensor 'a' needs 2 bytes for its shape, it has 4"},
+    {"{" TENSOR("a", "F6_E3M2", "[4]", "[0,4]") "}", "tensor 'a' needs 3 bytes for its shape, it has 4"},
+    {"{" TENSOR("a", "C64", "[1]", "[0,4]") "}", "tensor 'a' needs 8 bytes for its shape, it has 4"},
     {A_SHAPE("[4294967296,4294967296,0]"), "tensor 'a' has a shape whose size overflows"},
     {"{" TENSOR("a", "F32", "[4611686018427387905]", "[0,4]") "}", "tensor 'a' has a shape whose size overflows"},
     {A_SHAPE("[3]"), "tensor 'a' needs 3 bytes for its shape, it has 4"},
@@ -730,6 +769,7 @@ static void test_every_allocation_refused(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_reads_tensors),
+        cmocka_unit_test(test_usable_beside_others),
         cmocka_unit_test(test_find_refuses),
         cmocka_unit_test(test_null_arguments),
         cmocka_unit_test(test_unusual_but_good),

@@ -509,7 +509,7 @@ RAPT_API rapt_status rapt_safetensors_open_memory(rapt_context *context, const v
 RAPT_API void rapt_safetensors_close(rapt_safetensors *file);
 RAPT_API int64_t rapt_safetensors_count(const rapt_safetensors *file);
 RAPT_API const char *rapt_safetensors_name(const rapt_safetensors *file, int64_t index); /* NULL beyond the last */
-/* RAPT_ERROR_DTYPE for an element type Rapt has not (integers, say). */
+/* RAPT_ERROR_DTYPE for an element type of the format that Rapt has not: integers, 8 bits and less, complex numbers. */
 RAPT_API rapt_status rapt_safetensors_find(rapt_context *context, const rapt_safetensors *file, const char *name,
                                            rapt_tensor *view);
 RAPT_API const char *rapt_safetensors_metadata(const rapt_safetensors *file, const char *key); /* NULL if absent */
