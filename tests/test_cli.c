@@ -107,6 +107,9 @@ static void test_usage_mistakes(void **state) {
         {"convert", "IN OUT expected"},
         {"plot", "WEIGHTS expected"},
         {"plot w --svg - --png -", "--svg and --png cannot both be standard output"},
+        {"run a --input x --output - --json", "--json and --output cannot both be standard output"},
+        {"run a --input x --weights - --json", "--json and --weights cannot both be standard output"},
+        {"convert a - --json", "--json and OUT cannot both be standard output"},
         {"plot w --color=perhaps", "--color: 'perhaps' is none of auto, always, never"},
         {"bench --filter nothing", "no shape has 'nothing' in its name"},
         {"bench --seconds -1", "--seconds: -1 is not from 0"},
@@ -233,6 +236,13 @@ static void test_convert(void **state) {
     succeeds("run there.safetensors --prefix model.0 --input x.npy --output y.npy");
     assert_output("y.npy", RAPT_F32, NULL);
     fails(1, "run there.safetensors --prefix modl.0 --input x.npy", "'model.0.'");
+    succeeds("convert " SENTENCE " there.safetensors --heads 4 --to-prefix m.0 --scheme llama --dtype f16 --json");
+    assert_string_equal(out_text, "{\"layer\": {\"dtype\": \"f32\", \"embed_dim\": 64, \"kdim\": 64, \"vdim\": 64, "
+                                  "\"num_heads\": 4, \"num_kv_heads\": 4, \"head_dim\": 16, \"bias\": true, "
+                                  "\"bias_kv\": false, \"zero_attn\": false, \"causal\": false, \"scale\": 0.25, "
+                                  "\"num_parameters\": 16640},\n"
+                                  " \"written\": {\"path\": \"there.safetensors\", \"prefix\": \"m.0.\", "
+                                  "\"scheme\": \"llama\", \"dtype\": \"f16\"}}\n");
     fails(1, "convert " SENTENCE " no/such/there.safetensors --heads 4", "no/such/there.safetensors");
     fails(1, "convert missing there.safetensors", "No such file or directory");
     fails(1, "convert " SENTENCE " there.safetensors --heads 7", "7");

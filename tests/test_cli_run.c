@@ -3,6 +3,7 @@
 
 #include "npy.h"
 
+#include <math.h>
 #include <unistd.h>
 
 /* ---- run ---- */
@@ -31,6 +32,49 @@ static void test_run(void **state) {
     succeeds(CHECK "--input x.npy --expect y.safetensors --tolerance 0");
     succeeds(RUN "--input x.npy"); /* says what it did */
     assert_has(out_text, "output   [1, 12, 64] f32, from -");
+}
+
+/* All of what is printed but for the time, which no test knows. */
+static void test_run_json(void **state) {
+    (void)state;
+    static const char layer[] = "{\"layer\": {\"dtype\": \"f32\", \"embed_dim\": 64, \"kdim\": 64, \"vdim\": 64, "
+                                "\"num_heads\": 4, \"num_kv_heads\": 4, \"head_dim\": 16, \"bias\": true, "
+                                "\"bias_kv\": false, \"zero_attn\": false, \"causal\": false, \"scale\": 0.25, "
+                                "\"num_parameters\": 16640},\n";
+    char expected[1024];
+    succeeds(RUN "--input x.npy --json --threads 1 --output 'y\xff\"y.npy' --weights w.npy");
+    assert_int_equal(strncmp(out_text, layer, sizeof layer - 1), 0);
+    assert_int_equal(shell("mv y*y.npy y.npy"), 0);
+    assert_output("y.npy", RAPT_F32, NULL);
+    char *memory;
+    rapt_tensor y = read_npy("y.npy", &memory);
+    const float *values = y.data;
+    float least = values[0], largest = values[0];
+    for (int i = 0; i < LENGTH * WIDTH; i++) {
+        least = fminf(least, values[i]);
+        largest = fmaxf(largest, values[i]);
+    }
+    free(memory);
+    snprintf(expected, sizeof expected,
+             " \"input\": {\"shape\": [1, 12, 64], \"dtype\": \"f32\", \"path\": \"x.npy\"},\n"
+             " \"output\": {\"shape\": [1, 12, 64], \"dtype\": \"f32\", \"path\": \"y\\ufffd\\\"y.npy\", "
+             "\"finite\": true, \"least\": %.9g, \"largest\": %.9g},\n"
+             " \"weights\": {\"shape\": [1, 4, 12, 12], \"dtype\": \"f32\", \"path\": \"w.npy\"},\n \"seconds\": ",
+             (double)least, (double)largest);
+    succeeds(RUN "--input x.npy --json --threads 1 --output 'y\xff\"y.npy' --weights w.npy");
+    const char *rest = out_text + sizeof layer - 1;
+    assert_int_equal(strncmp(rest, expected, strlen(expected)), 0);
+    char *end;
+    assert_true(strtod(rest + strlen(expected), &end) > 0);
+    snprintf(expected, sizeof expected, ", \"isa\": \"%s\", \"threads\": 1}\n",
+             rapt_isa_name(rapt_context_isa(context)));
+    assert_string_equal(end, expected);
+    float infinite[LENGTH * WIDTH] = {INFINITY}; /* which makes NaN of the first row, seen by all others */
+    write_npy("inf.npy", 1, "{'descr': '<f4', 'fortran_order': False, 'shape': (1, 12, 64), }", infinite,
+              sizeof infinite);
+    succeeds(RUN "--input x.npy --value inf.npy --json");
+    assert_has(out_text, " \"value\": {\"shape\": [1, 12, 64], \"dtype\": \"f32\", \"path\": \"inf.npy\"},\n");
+    assert_has(out_text, " \"output\": {\"shape\": [1, 12, 64], \"dtype\": \"f32\", \"finite\": false},\n");
 }
 
 /* The input as f64, f16 and in Fortran's order, in each version of the format. */
@@ -421,6 +465,7 @@ int main(void) {
     skip_without_forced_isa();
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_run),
+        cmocka_unit_test(test_run_json),
         cmocka_unit_test(test_npy_inputs),
         cmocka_unit_test(test_seq_first),
         cmocka_unit_test(test_bands_and_scales),

@@ -19,6 +19,7 @@ const option convert_options[] = {
     {"--dtype", "T", "f32, f64, bf16 or f16; the file's"},
     {"--to-prefix", "Q", "what their names begin with; nothing"},
     {"--from-scheme", "S", "how the tensors that are read are named; whichever fits"},
+    {"--json", NULL, "print JSON"},
     {0},
 };
 
@@ -187,6 +188,8 @@ int run_convert(const arguments *a) {
     bool is_stream = strcmp(out, "-") == 0;
     if (is_stream && isatty(STDOUT_FILENO))
         fail_usage("OUT is '-', but standard output is a terminal, expected a file or a pipe");
+    bool json = has_option(a, "--json");
+    if (is_stream && json) fail_usage("--json and OUT cannot both be standard output");
     rapt_save_options options = rapt_save_options_default();
     options.scheme = scheme_option(a, "--scheme");
     if (options.scheme == RAPT_SCHEME_AUTO) options.scheme = RAPT_SCHEME_PYTORCH; /* to say so below */
@@ -199,6 +202,16 @@ int run_convert(const arguments *a) {
     save(layer, out, &options);
     if (is_stream) return SUCCESS;
     rapt_dtype dtype = options.set_dtype ? options.dtype : rapt_mha_settings(layer)->dtype;
+    if (json) {
+        printf("{\"layer\": ");
+        print_json_layer(layer);
+        printf(",\n \"written\": {\"path\": ");
+        print_json_string(out);
+        printf(", \"prefix\": ");
+        print_json_string(options.prefix == NULL ? "" : options.prefix);
+        printf(", \"scheme\": \"%s\", \"dtype\": \"%s\"}}\n", rapt_scheme_name(options.scheme), rapt_dtype_name(dtype));
+        return SUCCESS;
+    }
     char description[256];
     rapt_mha_describe(layer, description, sizeof description);
     printf("layer    %s\nwritten  %s names, %s  ", description, rapt_scheme_name(options.scheme),

@@ -153,15 +153,30 @@ void print_text(FILE *stream, const char *text) {
     }
 }
 
+/* The second byte tells overlong forms, surrogates and what lies beyond Unicode. */
+int utf8_length(const char *text) {
+    const unsigned char *c = (const unsigned char *)text;
+    int length = c[0] < 0x80 ? 1 : c[0] < 0xe0 ? 2 : c[0] < 0xf0 ? 3 : 4;
+    unsigned char low = c[0] == 0xe0 ? 0xa0 : c[0] == 0xf0 ? 0x90 : 0x80;
+    unsigned char high = c[0] == 0xed ? 0x9f : c[0] == 0xf4 ? 0x8f : 0xbf;
+    if (length > 1 && (c[0] < 0xc2 || c[0] > 0xf4 || c[1] < low || c[1] > high)) return 0;
+    for (int i = 2; i < length; i++)
+        if ((c[i] & 0xc0) != 0x80) return 0;
+    return length;
+}
+
 void print_json_string(const char *text) {
     putchar('"');
-    for (; *text != '\0'; text++) {
-        unsigned char c = (unsigned char)*text;
-        if (c < 0x20) {
-            printf("\\u%04x", c);
+    while (*text != '\0') {
+        int length = utf8_length(text);
+        if (length == 0) {
+            printf("\\ufffd");
+        } else if ((unsigned char)*text < 0x20) {
+            printf("\\u%04x", (unsigned)*text);
         } else {
-            printf(c == '"' || c == '\\' ? "\\%c" : "%c", c);
+            printf(*text == '"' || *text == '\\' ? "\\%.*s" : "%.*s", length, text);
         }
+        text += length == 0 ? 1 : length;
     }
     putchar('"');
 }

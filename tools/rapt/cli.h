@@ -86,7 +86,9 @@ void show_progress(const char *what);
  * third of a second has passed, so that short work shows none, and changes a few times a second. */
 void show_share(const char *what, double done, double total);
 void print_text(FILE *stream, const char *text); /* without control characters, which could steer the terminal */
-void print_json_string(const char *text);
+/* The bytes of the UTF-8 character at `text`, 0 if there is none. */
+int utf8_length(const char *text);
+void print_json_string(const char *text); /* what is no UTF-8 becomes U+FFFD */
 void print_json_shape(const rapt_tensor *tensor);
 
 enum { SHAPE_SIZE = 192 };

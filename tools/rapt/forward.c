@@ -23,6 +23,7 @@ const option input_options[] = {
 const option run_options[] = {
     {"--output", "FILE", "write the output, as .npy or .safetensors"},
     {"--weights", "FILE", "write the attention weights of every head, [N,H,L,S]"},
+    {"--json", NULL, "print JSON"},
     {0},
 };
 
@@ -179,39 +180,84 @@ static void print_tensor(const char *what, const rapt_tensor *t, const char *pat
     putchar('\n');
 }
 
+typedef struct range {
+    double least, largest; /* but for NaN */
+    bool finite;           /* all of them */
+} range;
+
+static range range_of(const rapt_tensor *t) {
+    const double *x = to_doubles(t);
+    range r = {INFINITY, -INFINITY, true};
+    for (int64_t i = 0; i < rapt_tensor_count(t); i++) {
+        r.least = fmin(r.least, x[i]);
+        r.largest = fmax(r.largest, x[i]);
+        r.finite = r.finite && isfinite(x[i]);
+    }
+    return r;
+}
+
 /* What is not written is at least said in short. */
 static void print_range(const char *what, const rapt_tensor *t) {
     char shape[SHAPE_SIZE];
-    const double *x = to_doubles(t);
-    double least = INFINITY, largest = -INFINITY;
-    for (int64_t i = 0; i < rapt_tensor_count(t); i++) {
-        least = fmin(least, x[i]);
-        largest = fmax(largest, x[i]);
-    }
-    printf("%-8s %s %s, from %.4g to %.4g\n", what, shape_text(t, shape), rapt_dtype_name(t->dtype), least, largest);
+    range r = range_of(t);
+    printf("%-8s %s %s, from %.4g to %.4g\n", what, shape_text(t, shape), rapt_dtype_name(t->dtype), r.least,
+           r.largest);
+}
+
+/* An object's member; what was not written, or has no range that JSON could say, is left out of it. */
+static void print_json_tensor(const char *what, const rapt_tensor *t, const char *path, const range *r) {
+    printf(",\n \"%s\": {\"shape\": ", what);
+    print_json_shape(t);
+    printf(", \"dtype\": \"%s\"", rapt_dtype_name(t->dtype));
+    if (path != NULL) printf(", \"path\": ");
+    if (path != NULL) print_json_string(path);
+    if (r != NULL) printf(", \"finite\": %s", r->finite ? "true" : "false");
+    if (r != NULL && isfinite(r->least)) printf(", \"least\": %.9g", r->least);
+    if (r != NULL && isfinite(r->largest)) printf(", \"largest\": %.9g", r->largest);
+    putchar('}');
+}
+
+static void report_run_as_json(const arguments *a, const forward *f) {
+    range r = range_of(&f->output);
+    printf("{\"layer\": ");
+    print_json_layer(f->layer);
+    print_json_tensor("input", &f->query, text_option(a, "--input"), NULL);
+    if (f->key.data != f->query.data) print_json_tensor("key", &f->key, text_option(a, "--key"), NULL);
+    if (f->value.data != f->key.data) print_json_tensor("value", &f->value, text_option(a, "--value"), NULL);
+    print_json_tensor("output", &f->output, text_option(a, "--output"), &r);
+    if (has_option(a, "--weights")) print_json_tensor("weights", &f->weights, text_option(a, "--weights"), NULL);
+    printf(",\n \"seconds\": %.9g, \"isa\": \"%s\", \"threads\": %d}\n", f->seconds,
+           rapt_isa_name(rapt_context_isa(ctx)), (int)rapt_context_num_threads(ctx));
+}
+
+static void report_run(const arguments *a, const forward *f) {
+    const char *output = text_option(a, "--output"), *weights = text_option(a, "--weights");
+    char description[256];
+    rapt_mha_describe(f->layer, description, sizeof description);
+    printf("%-8s %s\n", "layer", description);
+    print_tensor("input", &f->query, text_option(a, "--input"));
+    if (f->key.data != f->query.data) print_tensor("key", &f->key, NULL);
+    if (f->value.data != f->key.data) print_tensor("value", &f->value, NULL);
+    if (output != NULL) print_tensor("output", &f->output, output);
+    if (output == NULL) print_range("output", &f->output);
+    if (weights != NULL) print_tensor("weights", &f->weights, weights);
+    printf("%-8s %.3g ms, %s, threads: %d\n", "time", 1e3 * f->seconds, rapt_isa_name(rapt_context_isa(ctx)),
+           (int)rapt_context_num_threads(ctx));
 }
 
 int run_run(const arguments *a) {
     const char *output = text_option(a, "--output"), *weights = text_option(a, "--weights");
-    bool output_is_stream = output != NULL && strcmp(output, "-") == 0;
+    bool output_is_stream = output != NULL && strcmp(output, "-") == 0, json = has_option(a, "--json");
     bool weights_is_stream = weights != NULL && strcmp(weights, "-") == 0;
     if (output_is_stream && weights_is_stream) fail_usage("--output and --weights cannot both be standard output");
+    if (json && (output_is_stream || weights_is_stream))
+        fail_usage("--json and --%s cannot both be standard output", output_is_stream ? "output" : "weights");
     open_context(a);
     forward f = run_forward(a, a->operand[0], weights != NULL);
     if (output != NULL) write_array(output, "output", &f.output);
     if (weights != NULL) write_array(weights, "weights", &f.weights);
-    if (output_is_stream || weights_is_stream) return SUCCESS;
-    char description[256];
-    rapt_mha_describe(f.layer, description, sizeof description);
-    printf("%-8s %s\n", "layer", description);
-    print_tensor("input", &f.query, text_option(a, "--input"));
-    if (f.key.data != f.query.data) print_tensor("key", &f.key, NULL);
-    if (f.value.data != f.key.data) print_tensor("value", &f.value, NULL);
-    if (output != NULL) print_tensor("output", &f.output, output);
-    if (output == NULL) print_range("output", &f.output);
-    if (weights != NULL) print_tensor("weights", &f.weights, weights);
-    printf("%-8s %.3g ms, %s, threads: %d\n", "time", 1e3 * f.seconds, rapt_isa_name(rapt_context_isa(ctx)),
-           (int)rapt_context_num_threads(ctx));
+    if (json) report_run_as_json(a, &f);
+    if (!json && !output_is_stream && !weights_is_stream) report_run(a, &f);
     return SUCCESS;
 }
 

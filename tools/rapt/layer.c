@@ -5,6 +5,8 @@
 #include "files.h"
 
 #include <float.h>
+#include <inttypes.h>
+#include <math.h>
 
 const option layer_options[] = {
     {"--prefix", "P", "the layer's names begin with it; without it, the only layer in the file"},
@@ -85,4 +87,16 @@ rapt_mha *load_layer(const arguments *a, const char *path, rapt_load_options opt
     keep(layer, destroy_layer);
     rapt_mha_eval(layer);
     return layer;
+}
+
+void print_json_layer(const rapt_mha *layer) {
+    const rapt_mha_config *c = rapt_mha_settings(layer);
+    printf("{\"dtype\": \"%s\", \"embed_dim\": %" PRId64 ", \"kdim\": %" PRId64 ", \"vdim\": %" PRId64
+           ", \"num_heads\": %" PRId64 ", \"num_kv_heads\": %" PRId64 ", \"head_dim\": %" PRId64,
+           rapt_dtype_name(c->dtype), c->embed_dim, c->kdim, c->vdim, c->num_heads, c->num_kv_heads, c->head_dim);
+    printf(", \"bias\": %s, \"bias_kv\": %s, \"zero_attn\": %s, \"causal\": %s, \"scale\": %.17g"
+           ", \"num_parameters\": %" PRId64 "}",
+           c->bias ? "true" : "false", c->add_bias_kv ? "true" : "false", c->add_zero_attn ? "true" : "false",
+           c->causal ? "true" : "false", c->set_scale ? c->scale : 1 / sqrt((double)c->head_dim),
+           rapt_mha_num_parameters(layer));
 }

@@ -12,6 +12,8 @@ rapt_checkpoint *open_checkpoint(const char *path);
 /* With what layer_options say over the given options. */
 rapt_mha *load_layer(const arguments *a, const char *path, rapt_load_options options);
 
+void print_json_layer(const rapt_mha *layer); /* its settings, as an object */
+
 /* One forward. Shapes: query [N,L,E] (with --seq-first [L,N,E]) or [L,E]. */
 typedef struct forward {
     rapt_mha *layer;

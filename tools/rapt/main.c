@@ -33,7 +33,7 @@ static const command commands[] = {
      "IN OUT",
      "Writes a layer of a checkpoint with other names or in another type.",
      "IN is " CHECKPOINT ", OUT a .safetensors file; - is a stream.\nNames: pytorch, lucid, separate, llama, wq, "
-                         "scirs2, mlx, bert or gpt2; "
+     "scirs2, mlx, bert or gpt2; "
      "rapt(1) lists them.",
      run_convert,
      {layer_options, convert_options}},

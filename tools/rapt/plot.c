@@ -47,19 +47,6 @@ rgb ramp_colour(double share) {
 
 /* ---- words ---- */
 
-/* The bytes of the UTF-8 character at `text`, 0 if there is none. The second byte tells overlong forms, surrogates and
- * what lies beyond Unicode. */
-static int utf8_length(const char *text) {
-    const unsigned char *c = (const unsigned char *)text;
-    int length = c[0] < 0x80 ? 1 : c[0] < 0xe0 ? 2 : c[0] < 0xf0 ? 3 : 4;
-    unsigned char low = c[0] == 0xe0 ? 0xa0 : c[0] == 0xf0 ? 0x90 : 0x80;
-    unsigned char high = c[0] == 0xed ? 0x9f : c[0] == 0xf4 ? 0x8f : 0xbf;
-    if (length > 1 && (c[0] < 0xc2 || c[0] > 0xf4 || c[1] < low || c[1] > high)) return 0;
-    for (int i = 2; i < length; i++)
-        if ((c[i] & 0xc0) != 0x80) return 0;
-    return length;
-}
-
 /* Makes a text one that can be drawn: what is no UTF-8 and control characters become question marks. */
 static char *clean(char *text) {
     for (char *c = text; *c != '\0';) {

@@ -21,10 +21,10 @@ _rapt() {
     local layer="--prefix --heads --kv-heads --head-dim --scale --ignore-extra --scheme --dtype"
     local forward="$layer --input --key --value --seq-first --causal --window --mask --padding --threads --isa --backend"
     case $command in
-    run) options="$forward --output --weights" ;;
+    run) options="$forward --output --weights --json" ;;
     check) options="$forward --expect --expect-weights --tolerance --json" ;;
     inspect) options="--layers --tensors --json" ;;
-    convert) options="$layer --to-prefix --from-scheme" ;;
+    convert) options="$layer --to-prefix --from-scheme --json" ;;
     plot) options="--head --sequence --tokens --query-tokens --title --svg --png --color" ;;
     bench) options="--threads --isa --filter --seconds --json" ;;
     info) options="--json" ;;
