@@ -78,6 +78,7 @@ rapt help run |
 rapt run layer.safetensors --he|--head-dim --heads --help
 rapt run --dtype |bf16 f16 f32 f64
 rapt run --dtype=b|bf16
+rapt run --rope |10000 500000
 rapt check --isa avx|avx2 avx512
 rapt convert run out --from-scheme ll|llama
 rapt plot w.npy --color a|always auto

@@ -56,7 +56,7 @@ static void test_run_json(void **state) {
     }
     free(memory);
     snprintf(expected, sizeof expected,
-             " \"input\": {\"shape\": [1, 12, 64], \"dtype\": \"f32\", \"path\": \"x.npy\"},\n"
+             " \"rotary\": null,\n \"input\": {\"shape\": [1, 12, 64], \"dtype\": \"f32\", \"path\": \"x.npy\"},\n"
              " \"output\": {\"shape\": [1, 12, 64], \"dtype\": \"f32\", \"path\": \"y\\ufffd\\\"y.npy\", "
              "\"finite\": true, \"least\": %.9g, \"largest\": %.9g},\n"
              " \"weights\": {\"shape\": [1, 4, 12, 12], \"dtype\": \"f32\", \"path\": \"w.npy\"},\n \"seconds\": ",

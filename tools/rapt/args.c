@@ -166,14 +166,17 @@ int64_t integer_option(const arguments *a, const char *name, int64_t low, int64_
     return text == NULL ? otherwise : integer_value(name, text, low, high);
 }
 
-double real_option(const arguments *a, const char *name, double low, double high, double otherwise) {
-    const char *text = text_option(a, name);
-    if (text == NULL) return otherwise;
+double real_value(const char *name, const char *text, double low, double high) {
     char *end;
     double number = strtod(text, &end);
     if (end == text || *end != '\0' || isnan(number)) fail_usage("%s: '%s' is not a number", name, text);
     if (number < low || number > high) fail_usage("%s: %s is not from %g to %g", name, text, low, high);
     return number;
+}
+
+double real_option(const arguments *a, const char *name, double low, double high, double otherwise) {
+    const char *text = text_option(a, name);
+    return text == NULL ? otherwise : real_value(name, text, low, high);
 }
 
 int choice_option(const arguments *a, const char *name, const char *const *words) {

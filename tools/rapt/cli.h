@@ -22,7 +22,7 @@ typedef struct option {
     const char *help;
 } option;
 
-enum { MOST_OPTIONS = 32, MOST_LISTS = 5, MOST_OPERANDS = 2 };
+enum { MOST_OPTIONS = 32, MOST_LISTS = 6, MOST_OPERANDS = 2 };
 
 typedef struct arguments arguments;
 
@@ -51,6 +51,7 @@ bool has_option(const arguments *a, const char *name);
 const char *text_option(const arguments *a, const char *name); /* NULL if not given */
 int64_t integer_option(const arguments *a, const char *name, int64_t low, int64_t high, int64_t otherwise);
 int64_t integer_value(const char *name, const char *text, int64_t low, int64_t high); /* part of an option's value */
+double real_value(const char *name, const char *text, double low, double high);       /* likewise */
 double real_option(const arguments *a, const char *name, double low, double high, double otherwise);
 /* The number of the word among `words`, which end with NULL; -1 if not given. */
 int choice_option(const arguments *a, const char *name, const char *const *words);

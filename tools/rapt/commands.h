@@ -9,6 +9,7 @@ int run_plot(const arguments *a), run_convert(const arguments *a), run_bench(con
 int run_info(const arguments *a);
 
 extern const option layer_options[], as_options[], input_options[]; /* what several commands take */
+extern const option rotary_options[];
 extern const option run_options[], check_options[], inspect_options[], plot_options[], convert_options[];
 extern const option bench_options[], info_options[];
 

@@ -145,11 +145,17 @@ forward run_forward(const arguments *a, const char *path, bool with_weights) {
     load.batch_first = true;
     load.scheme = scheme_option(a, "--scheme");
     load.set_dtype = dtype_option(a, &load.dtype);
-    forward f = {.layer = load_layer(a, path, load)};
+    forward f = {0};
+    f.has_rotary = rotary_option(a, &f.rotary);
+    f.layer = load_layer(a, path, load);
     read_all_inputs(a, &f);
     f.output = new_array(f.query.dtype, f.query.ndim, f.query.shape);
     rapt_tensor query = batch_first_view(&f.query, seq_first), key = batch_first_view(&f.key, seq_first);
     rapt_tensor value = batch_first_view(&f.value, seq_first), output = batch_first_view(&f.output, seq_first);
+    if (f.has_rotary) {
+        if (key.ndim > 1) f.rotary.length = key.shape[key.ndim - 2]; /* which ntk looks at */
+        options.rotary = &f.rotary;
+    }
     rapt_tensor mask_tensor, padding_tensor;
     if (mask != NULL) {
         mask_tensor = read_array(mask);
@@ -221,6 +227,9 @@ static void report_run_as_json(const arguments *a, const forward *f) {
     range r = range_of(&f->output);
     printf("{\"layer\": ");
     print_json_layer(f->layer);
+    printf(",\n \"rotary\": ");
+    if (f->has_rotary) print_json_rotary(&f->rotary, rapt_mha_settings(f->layer)->head_dim);
+    if (!f->has_rotary) printf("null");
     print_json_tensor("input", &f->query, text_option(a, "--input"), NULL);
     if (f->key.data != f->query.data) print_json_tensor("key", &f->key, text_option(a, "--key"), NULL);
     if (f->value.data != f->key.data) print_json_tensor("value", &f->value, text_option(a, "--value"), NULL);
@@ -235,6 +244,7 @@ static void report_run(const arguments *a, const forward *f) {
     char description[256];
     rapt_mha_describe(f->layer, description, sizeof description);
     printf("%-8s %s\n", "layer", description);
+    if (f->has_rotary) print_rotary(&f->rotary);
     print_tensor("input", &f->query, text_option(a, "--input"));
     if (f->key.data != f->query.data) print_tensor("key", &f->key, NULL);
     if (f->value.data != f->key.data) print_tensor("value", &f->value, NULL);

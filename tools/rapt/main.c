@@ -7,22 +7,24 @@
 #include <unistd.h>
 
 #define FILES "FILE is an .npy, a .safetensors with one tensor in it, FILE.safetensors:NAME, or - for a stream."
+#define ROTARY                                                                                                         \
+    "\nNo tensor says that a model has rotary positions, as Llama and most others of its kind do: --rope does."
 #define CHECKPOINT "a .safetensors file or a model.safetensors.index.json"
 
 static const command commands[] = {
     {"run",
      "LAYER",
      "Runs the attention layer of a checkpoint over an input.",
-     "LAYER is " CHECKPOINT ".\n" FILES "\nAn input file with tensors query, key and value gives all three.",
+     "LAYER is " CHECKPOINT ".\n" FILES "\nAn input file with tensors query, key and value gives all three." ROTARY,
      run_run,
-     {layer_options, as_options, input_options, run_options, machine_options}},
+     {layer_options, as_options, input_options, rotary_options, run_options, machine_options}},
     {"check",
      "LAYER",
      "Runs a layer and compares its output; exits with 1 if they differ.",
      "LAYER is " CHECKPOINT ".\n" FILES
-     "\nThe usual tolerance is 1e-12 in f64, 1e-5 in f32, 5e-3 in f16, 3e-2 in bf16.",
+     "\nThe usual tolerance is 1e-12 in f64, 1e-5 in f32, 5e-3 in f16, 3e-2 in bf16." ROTARY,
      run_check,
-     {layer_options, as_options, input_options, check_options, machine_options}},
+     {layer_options, as_options, input_options, rotary_options, check_options, machine_options}},
     {"inspect",
      "FILE",
      "Lists the tensors of a checkpoint and the attention layers in it.",

@@ -15,11 +15,13 @@ _rapt() {
     --isa) choices="auto baseline avx2 avx512 neon" ;;
     --backend) choices="cpu reference" ;;
     --color) choices="auto always never" ;;
-    --prefix | --to-prefix | --heads | --kv-heads | --head-dim | --scale | --window | --threads | --tolerance | --head | \
+    --rope) choices="10000 500000" ;;
+    --prefix | --to-prefix | --heads | --kv-heads | --head-dim | --scale | --window | --rope-dims | --rope-scaling | --threads | --tolerance | --head | \
         --sequence | --title | --filter | --seconds) return ;;
     esac
     local layer="--prefix --heads --kv-heads --head-dim --scale --ignore-extra --scheme --dtype"
-    local forward="$layer --input --key --value --seq-first --causal --window --mask --padding --threads --isa --backend"
+    local forward="$layer --input --key --value --seq-first --causal --window --mask --padding --rope --rope-dims \
+        --rope-interleaved --rope-scaling --threads --isa --backend"
     case $command in
     run) options="$forward --output --weights --json" ;;
     check) options="$forward --expect --expect-weights --tolerance --json" ;;
