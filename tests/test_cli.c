@@ -120,12 +120,32 @@ static void test_usage_mistakes(void **state) {
 
 static void test_info(void **state) {
     (void)state;
+    char line[256], available[128] = "";
+    for (int i = RAPT_ISA_BASELINE; i <= RAPT_ISA_NEON; i++) {
+        size_t used = strlen(available);
+        if (!rapt_isa_available((rapt_isa)i)) continue;
+        snprintf(available + used, sizeof available - used, "%s%s", used == 0 ? "" : ", ", rapt_isa_name((rapt_isa)i));
+    }
+    rapt_context *usual;
+    assert_int_equal(rapt_context_create(NULL, &usual), RAPT_OK);
+    int threads = (int)rapt_context_num_threads(usual);
+    rapt_context_destroy(usual);
     succeeds("info");
-    assert_has(out_text, rapt_version());
-    assert_has(out_text, "baseline");
+    snprintf(line, sizeof line, "version    %s, numerics %d\ncpu        ", rapt_version(), RAPT_NUMERICS_VERSION);
+    assert_int_equal(strncmp(out_text, line, strlen(line)), 0);
+    snprintf(line, sizeof line, "\nisa        %s, of %s\nthreads    %d\nbackends   cpu, reference\n",
+             rapt_isa_name(rapt_context_isa(context)), available, threads);
+    assert_has(out_text, line);
+    assert_int_equal(shell("RAPT_ISA=baseline RAPT_NUM_THREADS=3 " RAPT_TOOL " info"), 0);
+    snprintf(line, sizeof line, "\nisa        baseline, of %s\nthreads    3\n", available);
+    assert_has(out_text, line);
     succeeds("info --json");
     assert_has(out_text, "\"numerics_version\": 1");
-    assert_has(out_text, "\"backends\": [\"cpu\", \"reference\"]}");
+    snprintf(line, sizeof line, "\"isa\": \"%s\", \"available\": [\"baseline\"",
+             rapt_isa_name(rapt_context_isa(context)));
+    assert_has(out_text, line);
+    snprintf(line, sizeof line, "], \"threads\": %d, \"backends\": [\"cpu\", \"reference\"]}\n", threads);
+    assert_has(out_text, line);
 }
 
 static void test_bench(void **state) {
@@ -381,6 +401,34 @@ static void test_plot_terminal(void **state) {
     fails(2, "plot " SENTENCE ":expected_weights --sequence 2", "--sequence: 2 is not from 1 to 1");
 }
 
+/* Without --color a terminal gets colours, unless NO_COLOR says that nobody wants them. */
+static void test_colour_on_terminals(void **state) {
+    (void)state;
+#define A_CHECK CHECK "--input x.npy --expect " SENTENCE ":expected_output"
+    static const struct {
+        const char *environment, *arguments, *shown, *colour; /* colour NULL: none */
+    } rows[] = {
+        {"env -u NO_COLOR -u COLORTERM", "plot w.npy", "queries", "\033[48;5;"},
+        {"env -u NO_COLOR COLORTERM=truecolor", "plot w.npy", "queries", "\033[48;2;"},
+        {"env -u COLORTERM NO_COLOR=", "plot w.npy --color auto", "queries", "\033[48;5;"},
+        {"env NO_COLOR=1", "plot w.npy", "queries", NULL},
+        {"env NO_COLOR=1", "plot w.npy --color auto", "queries", NULL},
+        {"env -u NO_COLOR", "plot w.npy --color never", "queries", NULL},
+        {"env -u COLORTERM NO_COLOR=1", "plot w.npy --color always", "queries", "\033[48;5;"},
+        {"env -u NO_COLOR", A_CHECK, "output", "\033[32mok"},
+        {"env NO_COLOR=1", A_CHECK, "output", NULL},
+    };
+    static const float two[4] = {1, 0, 0.25f, 0.75f};
+    write_npy("w.npy", 1, "{'descr': '<f4', 'fortran_order': False, 'shape': (2, 2), }", two, sizeof two);
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        assert_int_equal(on_terminal(rows[i].environment, rows[i].arguments, ">&2"), 0); /* both streams */
+        assert_has(err_text, rows[i].shown);
+        if (rows[i].colour != NULL) assert_has(err_text, rows[i].colour);
+        if (rows[i].colour == NULL && (strstr(err_text, "\033[4") != NULL || strstr(err_text, "\033[3") != NULL))
+            fail_msg("%s %s has colours", rows[i].environment, rows[i].arguments);
+    }
+}
+
 static void test_plot_files(void **state) {
     (void)state;
     enum { ROWS = 300, COLUMNS = 700 };
@@ -417,7 +465,7 @@ int main(void) {
         cmocka_unit_test(test_bench),          cmocka_unit_test(test_inspect),
         cmocka_unit_test(test_convert),        cmocka_unit_test(test_convert_streams),
         cmocka_unit_test(test_extra_tensors),  cmocka_unit_test(test_plot_terminal),
-        cmocka_unit_test(test_plot_files),
+        cmocka_unit_test(test_plot_files),     cmocka_unit_test(test_colour_on_terminals),
     };
     return cmocka_run_group_tests_name("command-line tool", tests, set_up_cli, tear_down_cli);
 }

@@ -4,6 +4,7 @@
 #include "npy.h"
 
 #include <math.h>
+#include <time.h>
 #include <unistd.h>
 
 /* ---- run ---- */
@@ -216,6 +217,38 @@ static void test_cross_attention(void **state) {
     fails(1, RUN "--input x.npy --key qkv.safetensors", "holds 3 tensors: name one as qkv.safetensors:NAME");
     fails(1, RUN "--input x.npy:query", "an npy file holds one array, without a name");
     fails(1, RUN "--input qkv.safetensors --causal", "causal");
+}
+
+/* The sentence's layer in two files that an index ties together. */
+static void test_shards(void **state) {
+    (void)state;
+    static const char *const names[] = {"l.in_proj_weight", "l.out_proj.bias", "l.in_proj_bias", "l.out_proj.weight"};
+    static const char index[] = "{\"weight_map\": {\"l.in_proj_weight\": \"one.safetensors\", "
+                                "\"l.out_proj.bias\": \"one.safetensors\", "
+                                "\"l.in_proj_bias\": \"two.safetensors\", "
+                                "\"l.out_proj.weight\": \"two.safetensors\"}}";
+    rapt_safetensors *whole;
+    rapt_tensor tensors[4];
+    assert_ok(context, rapt_safetensors_open(context, SENTENCE, &whole));
+    for (int i = 0; i < 4; i++) assert_ok(context, rapt_safetensors_find(context, whole, names[i] + 2, &tensors[i]));
+    assert_int_equal(shell("rm -rf model && mkdir model"), 0);
+    assert_ok(context, rapt_safetensors_save(context, path_of("model/one.safetensors"), 2, names, tensors, 0, NULL));
+    assert_ok(context,
+              rapt_safetensors_save(context, path_of("model/two.safetensors"), 2, names + 2, tensors + 2, 0, NULL));
+    rapt_safetensors_close(whole);
+    spill("model/model.safetensors.index.json", index, sizeof index - 1);
+    succeeds("inspect model/model.safetensors.index.json");
+    assert_has(out_text, "l.in_proj_bias     f32   [192]");
+    assert_has(out_text, "tensors: 4, 66.6 kB\n");
+    assert_has(out_text, "l.  pytorch, f32, embed_dim 64, query features 64, bias, parameters: 16640\n");
+    assert_has(out_text, "attention layers: 1\n");
+    succeeds("run model/model.safetensors.index.json --heads 4 --input x.npy --output y.npy");
+    assert_output("y.npy", RAPT_F32, NULL);
+    succeeds("convert model/model.safetensors.index.json joined.safetensors --heads 4");
+    succeeds("run joined.safetensors --input x.npy --output y.npy");
+    assert_output("y.npy", RAPT_F32, NULL);
+    assert_int_equal(shell("rm model/two.safetensors"), 0);
+    fails(1, "inspect model/model.safetensors.index.json", "model/two.safetensors': No such file or directory");
 }
 
 /* ---- check ---- */
@@ -432,6 +465,47 @@ static void test_bad_files(void **state) {
     assert_has(err_text, "rapt: cannot read standard input");
 }
 
+/* Files that are mostly a hole, far larger than memory, and say something else of themselves. */
+static void test_huge_files(void **state) {
+    (void)state;
+    static const char small[] = "{\"x\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]}}";
+    static const char large[] = "{\"x\":{\"dtype\":\"F32\",\"shape\":[99999999999],\"data_offsets\":[0,399999999996]}}";
+    static const struct {
+        const char *header;
+        uint64_t length; /* what the file says; 0: the truth */
+        const char *message;
+    } rows[] = {
+        {"", 1ull << 40, "a header of 1099511627776 bytes in a file of 200000000000"},
+        {"", UINT64_MAX, "a header of 18446744073709551615 bytes in a file of 200000000000"},
+        {"", 100000000, "the header does not start with '{'"},
+        {"{", 100000000, "byte 9: "}, /* a hundred million zeros */
+        {small, 0, "bytes follow the last tensor"},
+        {large, 0, "tensor 'x' has data_offsets [0, 399999999996]"},
+    };
+    static const char *const commands[] = {"inspect huge.safetensors", "run huge.safetensors --heads 4 --input x.npy",
+                                           "convert huge.safetensors there.safetensors --heads 4",
+                                           RUN "--input huge.safetensors:x"};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        char file[128] = {0};
+        size_t length = strlen(rows[i].header);
+        uint64_t said = rows[i].length > 0 ? rows[i].length : length;
+        memcpy(file, &said, 8);
+        memcpy(file + 8, rows[i].header, length);
+        spill("huge.safetensors", file, 8 + length);
+        if (truncate(path_of("huge.safetensors"), 200000000000) != 0) skip(); /* a file system may not have it */
+        for (size_t c = 0; c < sizeof commands / sizeof *commands; c++) {
+            bool as_input = strstr(commands[c], "huge.safetensors:") != NULL;
+            time_t begin = time(NULL);
+            fails(1, commands[c], as_input ? "huge.safetensors'" : rows[i].message);
+            assert_true(difftime(time(NULL), begin) < 20); /* reading it would take minutes */
+        }
+    }
+    write_npy("huge.npy", 1, "{'descr': '<f4', 'fortran_order': False, 'shape': (1, 12, 64), }", "", 0);
+    assert_int_equal(truncate(path_of("huge.npy"), 200000000000), 0);
+    fails(1, RUN "--input huge.npy", "its 3072 bytes of elements are followed by others");
+    assert_int_equal(shell("rm huge.safetensors huge.npy"), 0);
+}
+
 static void test_write_errors(void **state) {
     (void)state;
     if (access("/dev/full", W_OK) != 0) skip();
@@ -475,6 +549,8 @@ int main(void) {
         cmocka_unit_test(test_bad_npy),
         cmocka_unit_test(test_npy_header_sweep),
         cmocka_unit_test(test_bad_files),
+        cmocka_unit_test(test_shards),
+        cmocka_unit_test(test_huge_files),
         cmocka_unit_test(test_write_errors),
         cmocka_unit_test(test_progress),
         cmocka_unit_test(test_pieces),
