@@ -88,6 +88,13 @@ parity-venv:
 parity: parity-venv ## run all Python tests with PyTorch and compare rapt.torch with it in thousands of random configurations; writes docs/PARITY.md
 	@RAPT_PARITY_TABLE=$(PARITY_TABLE) $(PARITY_VENV)/bin/python -m pytest --quiet python/tests python/parity
 
+checkpoints: parity-venv ## take layers from PyTorch to Rapt and back by way of files
+	@scripts/bootstrap.sh build
+	@mkdir -p build
+	@$(CONFIGURE) -DRAPT_BUILD_TESTS=OFF $(QUIETLY)
+	@cmake --build $(BUILD) --target rapt
+	@$(PARITY_VENV)/bin/python tests/golden/check_checkpoints.py $(BUILD)/librapt.so
+
 python-example: parity-venv ## convert a PyTorch model, compare, time; train one to sort letters and draw its attention: build/sorting.png
 	@cd build && $(abspath $(PARITY_VENV))/bin/python ../examples/python/convert_pytorch.py
 
@@ -113,4 +120,5 @@ lint: ## clang-tidy and cppcheck
 clean: ## remove what was built
 	@rm -rf build
 
-.PHONY: help run train test bench bench-peers python-test wheel-test python-lint parity-venv parity python-example install format format-check lint clean
+.PHONY: help run train test bench bench-peers python-test wheel-test python-lint parity-venv parity checkpoints python-example install format \
+	format-check lint clean
