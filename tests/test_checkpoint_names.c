@@ -124,7 +124,7 @@ static void write_shards(const written *w) {
     for (int shard = 0; shard < 2; shard++) {
         const char *names[MOST];
         rapt_tensor tensors[MOST];
-        char file[40];
+        char file[48];
         int64_t count = 0;
         snprintf(file, sizeof file, "model-0000%d-of-00002.safetensors", shard + 1);
         for (int64_t i = shard; i < w->count; i += 2, count++) {
