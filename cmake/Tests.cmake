@@ -1,7 +1,7 @@
 # Every tests/test_*.c is a cmocka program of its own, linked with the static library so that it can also reach what
 # the shared one hides. A program that exits with 77 has been skipped, such as one for an instruction set that this
 # CPU lacks.
-set(label_kernels test_accuracy test_attention test_backward test_backward_facts test_cache test_dropout test_layer test_layer_calls test_layer_random test_layer_backward test_same_bits test_golden test_errors test_errors_objects) # repeated under each RAPT_ISA
+set(label_kernels test_accuracy test_attention test_backward test_backward_facts test_cache test_cache_sequences test_dropout test_layer test_layer_calls test_layer_random test_layer_backward test_same_bits test_golden test_errors test_errors_objects) # repeated under each RAPT_ISA
 set(label_threads test_threads test_same_bits test_backward test_optimizer) # what ThreadSanitizer runs
 
 if(NOT TARGET rapt_static)
