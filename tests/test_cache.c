@@ -135,7 +135,6 @@ static void test_long_windows(void **state) {
         rapt_cache_config settings = rapt_cache_config_default(2, 1000000);
         settings.window = window;
         rapt_cache *cache = make_cache(layer, settings);
-        assert_true(rapt_cache_bytes(cache) < 2 * 2 * 512 * (8 + 16) * 4 + 4096); /* window + 256, rounded up to 256 */
         rapt_options options = {.causal = true, .cache = cache};
         int64_t first = 0;
         for (; first < l; first += steps[i]) {
@@ -152,6 +151,66 @@ static void test_long_windows(void **state) {
     }
     free_tensors(&x, &y, &expected);
     rapt_mha_destroy(layer);
+}
+
+static void *adding_allocate(void *user, size_t size, size_t alignment) {
+    *(size_t *)user += size;
+    return aligned_alloc(alignment, (size + alignment - 1) / alignment * alignment);
+}
+
+static void subtracting_release(void *user, void *pointer, size_t size) {
+    *(size_t *)user -= size;
+    free(pointer);
+}
+
+/* A ring has room for the window and 256 positions beside it, rounded up to 256s, and no position more or less; what
+ * else a cache needs is less than one position. It never grows. */
+static void test_memory_of_rings(void **state) {
+    (void)state;
+    static const struct {
+        int64_t window, capacity, positions;
+    } rows[] = {
+        {1, 1 << 20, 512},    {2, 1 << 20, 512},     {200, 1 << 20, 512},     {255, 1 << 20, 512},
+        {256, 1 << 20, 512},  {257, 1 << 20, 768},   {511, 1 << 20, 768},     {512, 1 << 20, 768},
+        {513, 1 << 20, 1024}, {4096, 1 << 20, 4352}, {4097, INT64_MAX, 4608}, {300, 556, 768}, /* never more than */
+        {300, 512, 512},      {300, 100, 256},       {1 << 20, 600, 768},     {0, 600, 768},   /* the capacity */
+    };
+    enum { N = 2, HK = 2, D = 64, DV = 128, ELEMENT = 4 };
+    const int64_t position = N * HK * (D + DV) * ELEMENT;
+    size_t held = 0;
+    rapt_context_config config = rapt_context_config_default();
+    config.num_threads = 1;
+    config.allocator = (rapt_allocator){&held, adding_allocate, subtracting_release};
+    rapt_context *counted;
+    assert_int_equal(rapt_context_create(&config, &counted), RAPT_OK);
+    rapt_tensor k = random_tensor(1, RAPT_F32, 4, (int64_t[]){N, HK, 90, D}),
+                v = random_tensor(2, RAPT_F32, 4, (int64_t[]){N, HK, 90, DV}), out = make_tensor(RAPT_F32, 4, v.shape);
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        rapt_cache_config settings = rapt_cache_config_default(N, rows[i].capacity);
+        settings.num_kv_heads = HK;
+        settings.head_dim = D;
+        settings.value_dim = DV;
+        settings.set_dtype = true;
+        settings.dtype = RAPT_F32;
+        settings.window = rows[i].window;
+        size_t before = held;
+        rapt_cache *cache;
+        assert_ok(counted, rapt_cache_create(counted, NULL, &settings, &cache));
+        int64_t bytes = rapt_cache_bytes(cache);
+        assert_int_equal(held - before, bytes);
+        assert_int_equal(bytes / position, rows[i].positions);
+        rapt_options options = {.causal = true, .cache = cache};
+        for (int64_t length = 0; length + 90 <= rows[i].capacity && length < 1000; length += 90) {
+            assert_ok(counted, rapt_attention_forward(counted, &k, &k, &v, &options, &out));
+        }
+        assert_int_equal(rapt_cache_bytes(cache), bytes);
+        before = held;
+        rapt_cache_destroy(cache);
+        assert_int_equal(before - held, bytes);
+    }
+    rapt_context_destroy(counted);
+    assert_int_equal(held, 0);
+    free_tensors(&k, &v, &out);
 }
 
 /* Sequences of different lengths get the bits that each gets alone; padding comes back as zeros, weights and all. */
@@ -626,6 +685,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_same_bits_as_one_forward),
         cmocka_unit_test(test_long_windows),
+        cmocka_unit_test(test_memory_of_rings),
         cmocka_unit_test(test_ragged),
         cmocka_unit_test(test_copy_and_reorder),
         cmocka_unit_test(test_beams),
