@@ -46,8 +46,11 @@ static double speed(const rapt_rotary *r, int64_t pairs, int64_t i) {
         return (1 - smooth) * plain / r->factor + smooth * plain;
     }
     case RAPT_ROTARY_YARN: {
-        double low = floor(dimension_of_turns(r, dims, r->high_turns));
-        double high = ceil(dimension_of_turns(r, dims, r->low_turns));
+        double low = dimension_of_turns(r, dims, r->high_turns), high = dimension_of_turns(r, dims, r->low_turns);
+        if (!r->unrounded_bounds) {
+            low = floor(low);
+            high = ceil(high);
+        }
         low = low < 0 ? 0 : low;
         high = high > dims - 1 ? dims - 1 : high;
         if (low == high) high += 0.001;

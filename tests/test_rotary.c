@@ -30,11 +30,13 @@ static rapt_rotary_scaling scaling_by_name(const char *name) {
     return RAPT_ROTARY_PLAIN;
 }
 
-/* dims base factor original length low high given amplitude, then speeds: a pair (1, 0) at position 1 shows its own. */
+/* dims base factor original length low high given mscale mscale_all_dim unrounded amplitude, then speeds: a pair (1, 0) at
+ * position 1 shows its own. What a head has beyond dims stays as it is. */
 static void check_speeds(const golden_line *line) {
-    int64_t dims = (int64_t)line->number[0], pairs = dims / 2;
-    assert_int_equal(line->count, 9 + pairs);
+    int64_t dims = (int64_t)line->number[0], pairs = dims / 2, head = dims + 6;
+    assert_int_equal(line->count, 12 + pairs);
     rapt_rotary rotary = rapt_rotary_default(line->number[1]);
+    rotary.dims = dims;
     rotary.scaling = scaling_by_name(line->scaling);
     rotary.factor = line->number[2];
     rotary.original_length = (int64_t)line->number[3];
@@ -43,36 +45,46 @@ static void check_speeds(const golden_line *line) {
     rotary.high_turns = line->number[6];
     rotary.set_amplitude = line->number[7] != 0;
     rotary.amplitude = line->number[7];
-    rapt_tensor x = make_tensor(RAPT_F64, 4, (int64_t[]){1, 2, 1, dims});
-    for (int64_t i = 0; i < dims; i++) set_element(&x, dims + i, i < pairs ? 1 : 0);
+    if (line->number[8] != 0) { /* as the header says */
+        double stretch = 0.1 * log(rotary.factor);
+        rotary.set_amplitude = true;
+        rotary.amplitude = (line->number[8] * stretch + 1) / (line->number[9] * stretch + 1);
+    }
+    rotary.unrounded_bounds = line->number[10] != 0;
+    rapt_tensor x = make_tensor(RAPT_F64, 4, (int64_t[]){1, 2, 1, head});
+    for (int64_t i = 0; i < head; i++) set_element(&x, head + i, i < pairs ? 1 : i < dims ? 0 : 7);
     assert_ok(context, rapt_rotate(context, &rotary, NULL, &x));
     for (int64_t i = 0; i < pairs; i++) {
-        double cosine = get_element(&x, dims + i), sine = get_element(&x, dims + pairs + i);
-        double speed = line->number[9 + i];
+        double cosine = get_element(&x, head + i), sine = get_element(&x, head + pairs + i);
+        double speed = line->number[12 + i];
         assert_true(fabs(atan2(sine, cosine) - speed) < 4e-7 * speed); /* theirs are rounded to f32, several times */
-        assert_true(fabs(sqrt(sine * sine + cosine * cosine) - line->number[8]) < 1e-7);
+        assert_true(fabs(sqrt(sine * sine + cosine * cosine) - line->number[11]) < 1e-7);
     }
+    for (int64_t i = dims; i < head; i++) assert_true(get_element(&x, head + i) == 7);
     free_tensor(&x);
 }
 
-/* interleaved position, eight numbers, eight turned ones */
+/* interleaved dims position, eight numbers, the eight they become, of which those beyond dims are as they were */
 static void check_application(const golden_line *line) {
-    assert_int_equal(line->count, 18);
+    assert_int_equal(line->count, 19);
     for (int type = 0; type < 4; type++) {
         static const rapt_dtype dtypes[] = {RAPT_F64, RAPT_F32, RAPT_F16, RAPT_BF16};
         static const double tolerance[] = {1e-12, 2e-7, 1e-3, 1e-2};
         rapt_rotary rotary = rapt_rotary_default(10000);
         rotary.interleaved = line->number[0] != 0;
-        int64_t position = (int64_t)line->number[1];
+        int64_t dims = (int64_t)line->number[1], position = (int64_t)line->number[2];
+        if (dims < 8) rotary.dims = dims;
         for (int way = 0; way < 2; way++) { /* by a first position, and by a list of positions */
             rapt_tensor x = make_tensor(dtypes[type], 4, (int64_t[]){1, 1, 2, 8});
-            for (int64_t i = 0; i < 16; i++) set_element(&x, i, line->number[2 + i % 8]);
+            for (int64_t i = 0; i < 16; i++) set_element(&x, i, line->number[3 + i % 8]);
+            rapt_tensor before = convert_tensor(&x, x.dtype);
             rotary.positions = way == 1 ? &position : NULL;
             assert_ok(context, rapt_rotate(context, &rotary, way == 0 ? &position : NULL, &x));
             for (int64_t i = 0; i < 16; i++) {
-                assert_true(fabs(get_element(&x, i) - line->number[10 + i % 8]) < tolerance[type]);
+                assert_true(fabs(get_element(&x, i) - line->number[11 + i % 8]) < tolerance[type]);
+                if (i % 8 >= dims) assert_true(get_element(&x, i) == get_element(&before, i));
             }
-            free_tensor(&x);
+            free_tensors(&x, &before);
         }
     }
 }
@@ -88,8 +100,8 @@ static void test_golden_cases(void **state) {
         (applies ? check_application : check_speeds)(&line);
     }
     fclose(file);
-    assert_int_equal(speeds, 10);
-    assert_int_equal(applications, 8);
+    assert_int_equal(speeds, 14);
+    assert_int_equal(applications, 24);
 }
 
 /* Scores depend on distances alone: the same tokens further on give the same output, but for rounding. */

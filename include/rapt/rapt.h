@@ -688,7 +688,8 @@ RAPT_API rapt_status rapt_mha_save(rapt_context *context, const rapt_mha *layer,
  * The operator takes one too: key and value [N,Hk,L,D] are appended before query [N,H,L,D] attends.
  *
  * Memory for the whole capacity is reserved at once, and taken from the system as positions fill it: in pieces of 2 MB for each head
- * of a sequence where the default allocator got large pages, which decode 10 to 25 % faster.
+ * of a sequence where the default allocator got large pages, which decode 10 to 25 % faster. With a window it is
+ * memory for the window and 256 positions, rounded up to 256s, if that is less.
  *
  * One thread uses a cache at a time (a second one that tries gets RAPT_ERROR_STATE).
  */
@@ -750,7 +751,8 @@ RAPT_API rapt_status rapt_cache_import(rapt_context *context, rapt_cache *cache,
  *     llama3    pairs that make fewer than low_turns turns within original_length are `factor` times slower, those with
  *               more than high_turns stay, between them it is mixed
  *     yarn      likewise by dimension, low_turns and high_turns being beta_slow and beta_fast; what is turned is
- *               multiplied by 0.1 ln(factor) + 1 unless the amplitude is given
+ *               multiplied by 0.1 ln(factor) + 1 unless the amplitude is given: attention_factor, or for a model that has
+ *               mscale and mscale_all_dim, (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1)
  */
 typedef enum rapt_rotary_scaling {
     RAPT_ROTARY_PLAIN = 0,
@@ -772,6 +774,8 @@ struct rapt_rotary {
     double low_turns, high_turns; /* 1 and 4 (llama3), 1 and 32 (yarn) */
     double amplitude;
     const int64_t *positions; /* [N,L] of queries and keys alike, or NULL */
+    bool unrounded_bounds;    /* yarn: what low_turns and high_turns bound is not widened to whole dimensions;
+                                 Transformers' "truncate": false, as gpt-oss has it */
 };
 
 static inline rapt_rotary rapt_rotary_default(double base) {

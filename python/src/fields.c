@@ -92,12 +92,19 @@ static core_field attention_gradient_fields[] = {
 
 #define ROTARY(kind, member) CORE_FIELD(rapt_rotary, kind, member)
 static core_field rotary_fields[] = {
-    ROTARY(CORE_REAL, base),           ROTARY(CORE_BOOL, interleaved),
-    ROTARY(CORE_CHOICE, scaling),      ROTARY(CORE_INTEGER, dims),
-    ROTARY(CORE_REAL, factor),         ROTARY(CORE_INTEGER, original_length),
-    ROTARY(CORE_INTEGER, length),      ROTARY(CORE_REAL, low_turns),
-    ROTARY(CORE_REAL, high_turns),     CORE_FLAGGED(rapt_rotary, CORE_REAL, amplitude, set_amplitude),
-    ROTARY(CORE_POSITIONS, positions), {0},
+    ROTARY(CORE_REAL, base),
+    ROTARY(CORE_BOOL, interleaved),
+    ROTARY(CORE_CHOICE, scaling),
+    ROTARY(CORE_INTEGER, dims),
+    ROTARY(CORE_REAL, factor),
+    ROTARY(CORE_INTEGER, original_length),
+    ROTARY(CORE_INTEGER, length),
+    ROTARY(CORE_REAL, low_turns),
+    ROTARY(CORE_REAL, high_turns),
+    CORE_FLAGGED(rapt_rotary, CORE_REAL, amplitude, set_amplitude),
+    ROTARY(CORE_POSITIONS, positions),
+    ROTARY(CORE_BOOL, unrounded_bounds),
+    {0},
 };
 
 static core_field *find(core_field *fields, PyObject *name) {
