@@ -267,15 +267,18 @@ bool os_cpu_has_avx512(void) {
     return (b & wanted) == wanted && os_saves(0xe6);
 }
 
-os_cpu_maker os_who_made_the_cpu(void) {
-    unsigned a, b, c, d;
+os_cpu_kind os_kind_of_cpu(void) {
+    const unsigned zen5_family = 0x1a;
+    unsigned a, b, c, d, version;
     if (!__get_cpuid(0, &a, &b, &c, &d)) return OS_CPU_OTHER;
-    if (b == signature_AMD_ebx && c == signature_AMD_ecx && d == signature_AMD_edx) return OS_CPU_AMD;
     if (b == signature_INTEL_ebx && c == signature_INTEL_ecx && d == signature_INTEL_edx) return OS_CPU_INTEL;
-    return OS_CPU_OTHER;
+    if (b != signature_AMD_ebx || c != signature_AMD_ecx || d != signature_AMD_edx) return OS_CPU_OTHER;
+    if (!__get_cpuid(1, &version, &b, &c, &d)) return OS_CPU_AMD;
+    unsigned family = (version >> 8 & 0xf) + (version >> 20 & 0xff);
+    return family >= zen5_family ? OS_CPU_AMD_ZEN5 : OS_CPU_AMD;
 }
 #else
 bool os_cpu_has_avx2_fma(void) { return false; }
 bool os_cpu_has_avx512(void) { return false; }
-os_cpu_maker os_who_made_the_cpu(void) { return OS_CPU_OTHER; }
+os_cpu_kind os_kind_of_cpu(void) { return OS_CPU_OTHER; }
 #endif

@@ -53,10 +53,11 @@ const char *os_new_file_write(os_new_file *file, const void *data, size_t size);
 const char *os_new_file_finish(os_new_file *file);
 void os_new_file_abandon(os_new_file *file);
 
-typedef enum os_cpu_maker { OS_CPU_OTHER = 1, OS_CPU_AMD, OS_CPU_INTEL } os_cpu_maker;
+/* CPUs that differ in what is fast; AMD's to Zen 4 and from Zen 5 on. */
+typedef enum os_cpu_kind { OS_CPU_OTHER = 1, OS_CPU_AMD, OS_CPU_AMD_ZEN5, OS_CPU_INTEL, OS_CPU_KINDS } os_cpu_kind;
 bool os_cpu_has_avx2_fma(void); /* with the operating system saving the registers */
 bool os_cpu_has_avx512(void);   /* F, BW, DQ and VL */
-os_cpu_maker os_who_made_the_cpu(void);
+os_cpu_kind os_kind_of_cpu(void);
 
 static inline void os_cpu_relax(void) {
 #if defined(__x86_64__) || defined(__i386__)

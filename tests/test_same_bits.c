@@ -123,6 +123,74 @@ static void test_decoded_tokens_on_threads(void **state) {
     rapt_context_destroy(plain);
 }
 
+/* Keys and values that come from memory are asked for ahead as the CPU likes it: in each way to the same bits. */
+static void test_far_cache_on_any_cpu(void **state) {
+    (void)state;
+    enum { HEADS = 8, KEYS = 9000, DIM = 64 }; /* 18 MB of 16-bit numbers */
+    rapt_context *context = one_thread();
+    const rapt_dtype dtypes[] = {RAPT_F32, RAPT_F16, RAPT_BF16};
+    int own = atomic_load(&rapt_cpu_kind);
+    test_random random = {8};
+    rapt_tensor q = make_tensor(RAPT_F32, 4, (int64_t[]){1, 2 * HEADS, 1, DIM});
+    rapt_tensor keys = make_tensor(RAPT_F32, 4, (int64_t[]){1, KEYS, HEADS, DIM});
+    rapt_tensor expected = make_tensor(RAPT_F32, 4, q.shape), actual = make_tensor(RAPT_F32, 4, q.shape);
+    fill_random(&random, &q, 3);
+    fill_random(&random, &keys, 3);
+    for (int i = 0; i < 3; i++) {
+        rapt_cache_config config = rapt_cache_config_default(1, KEYS);
+        config.num_kv_heads = HEADS;
+        config.head_dim = DIM;
+        config.set_dtype = true;
+        config.dtype = dtypes[i];
+        rapt_cache *cache;
+        assert_ok(context, rapt_cache_create(context, NULL, &config, &cache));
+        assert_ok(context, rapt_cache_import(context, cache, &keys, &keys, NULL));
+        rapt_options options = {.cache = cache};
+        for (int kind = OS_CPU_OTHER; kind < OS_CPU_KINDS; kind++) {
+            rapt_tensor *out = kind == OS_CPU_OTHER ? &expected : &actual;
+            atomic_store(&rapt_cpu_kind, kind);
+            assert_ok(context, rapt_attention_forward(context, &q, NULL, NULL, &options, out));
+            if (!same_bits(&expected, out))
+                fail_msg("%s: the CPU's kind %d has other bits", rapt_dtype_name(dtypes[i]), kind);
+        }
+        rapt_cache_destroy(cache);
+    }
+    atomic_store(&rapt_cpu_kind, own);
+    rapt_tensor *all[] = {&q, &keys, &expected, &actual};
+    for (int i = 0; i < 4; i++) free_tensor(all[i]);
+    rapt_context_destroy(context);
+}
+
+/* Values that begin a line of the caches are read where they lie, others are packed if there are many rows. */
+static void test_values_anywhere(void **state) {
+    (void)state;
+    enum { ROWS = 100, KEYS = 300, LINE_FLOATS = 16 };
+    rapt_context *context = one_thread();
+    for (int64_t dim = 16; dim <= 64; dim += 16) {
+        test_random random = {(uint64_t)dim};
+        rapt_tensor q = make_tensor(RAPT_F32, 4, (int64_t[]){1, 2, ROWS, dim});
+        rapt_tensor k = make_tensor(RAPT_F32, 4, (int64_t[]){1, 2, KEYS, dim}), v = make_tensor(RAPT_F32, 4, k.shape);
+        rapt_tensor expected = make_tensor(RAPT_F32, 4, q.shape), actual = make_tensor(RAPT_F32, 4, q.shape);
+        const rapt_tensor *filled[] = {&q, &k, &v};
+        for (int i = 0; i < 3; i++) fill_random(&random, filled[i], 3);
+        assert_ok(context, rapt_attention_forward(context, &q, &k, &v, NULL, &expected));
+        size_t count = (size_t)rapt_tensor_count(&v);
+        float *memory = aligned_alloc(sizeof(float) * LINE_FLOATS, sizeof(float) * (count + LINE_FLOATS));
+        assert_non_null(memory);
+        for (int shift = 0; shift < LINE_FLOATS; shift += 4) {
+            rapt_tensor moved = rapt_tensor_of(memory + shift, RAPT_F32, 4, v.shape);
+            memcpy(memory + shift, v.data, sizeof(float) * count);
+            fill_value(&actual, NAN);
+            assert_ok(context, rapt_attention_forward(context, &q, &k, &moved, NULL, &actual));
+            if (!same_bits(&expected, &actual)) fail_msg("D %lld, values %d floats on", (long long)dim, shift);
+        }
+        free(memory);
+        rapt_tensor *all[] = {&q, &k, &v, &expected, &actual};
+        for (int i = 0; i < 5; i++) free_tensor(all[i]);
+    }
+    rapt_context_destroy(context);
+}
+
 /* ---- one sequence, placed and cut in different ways ---- */
 
 enum { H = 4, HK = 2, D = 32, LENGTH = 600 }; /* two rows of one token, D a multiple of 16: read in place */
@@ -534,14 +602,14 @@ static void test_checksums(void **state) {
     assert_non_null(file);
     size_t read = fread(expected, 1, sizeof expected - 1, file);
     fclose(file);
-    int own = atomic_load(&rapt_cpu_maker);
-    for (int maker = OS_CPU_OTHER; maker <= OS_CPU_INTEL; maker++) { /* which must not matter */
-        atomic_store(&rapt_cpu_maker, maker);
+    int own = atomic_load(&rapt_cpu_kind);
+    for (int kind = OS_CPU_OTHER; kind < OS_CPU_KINDS; kind++) { /* which must not matter */
+        atomic_store(&rapt_cpu_kind, kind);
         size_t length = write_checksums(actual, sizeof actual);
         assert_int_equal(read, length);
         assert_string_equal(actual, expected);
     }
-    atomic_store(&rapt_cpu_maker, own);
+    atomic_store(&rapt_cpu_kind, own);
 }
 
 int main(int argc, char **argv) {
@@ -557,6 +625,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_variants_bf16),
         cmocka_unit_test(test_variants_f16),
         cmocka_unit_test(test_decoded_tokens_on_threads),
+        cmocka_unit_test(test_far_cache_on_any_cpu),
+        cmocka_unit_test(test_values_anywhere),
         cmocka_unit_test(test_chunks),
         cmocka_unit_test(test_padding),
         cmocka_unit_test(test_ways_to_say_causal),

@@ -67,7 +67,7 @@ static rapt_status refuse(rapt_context *context, rapt_status status, const char 
                      list);
 }
 
-atomic_int rapt_cpu_maker;
+atomic_int rapt_cpu_kind;
 
 rapt_status rapt_choose_isa(rapt_context *context, rapt_isa wanted) {
     const isa_entry *entry;
@@ -88,7 +88,7 @@ rapt_status rapt_choose_isa(rapt_context *context, rapt_isa wanted) {
         entry = best_entry();
     }
     int unknown = 0;
-    atomic_compare_exchange_strong(&rapt_cpu_maker, &unknown, (int)os_who_made_the_cpu());
+    atomic_compare_exchange_strong(&rapt_cpu_kind, &unknown, (int)os_kind_of_cpu());
     context->isa = entry->isa;
     context->kernels[0] = entry->f32;
     context->kernels[1] = entry->f64;

@@ -21,32 +21,52 @@ enum {
 
 typedef vec stream_sums[STREAM_ROWS][STREAM_VECTORS];
 
-/* What is fetched while rows of a panel are read, from row i and column `at` on: what is a chain ahead. 16-bit numbers whose
- * columns take several passes: in each pass its share of the next panel, or memory would idle after the first. Nothing new
- * if they are in a cache of the CPU's, which is read as fast without. The panel's first element is `begin`. */
+/* How a CPU wants to be asked for rows that come from memory. AMD's to Zen 4 find the other lines of a row of reals sooner by
+ * themselves; Intel's are faster if asked for each; so are Zen 5's, 8 KB ahead and into the nearest cache. */
+typedef enum stream_fetch { FETCH_FIRST_LINES, FETCH_LINES, FETCH_LINES_NEAR } stream_fetch;
+
+INLINE stream_fetch how_to_fetch(const attn_keys *keys) {
+    if (!keys->is_far) return FETCH_FIRST_LINES; /* there is nothing new to fetch */
+    if (cpu_is(OS_CPU_AMD_ZEN5)) return FETCH_LINES_NEAR;
+    return cpu_is(OS_CPU_INTEL) && keys->dtype == REAL_DTYPE ? FETCH_LINES : FETCH_FIRST_LINES;
+}
+
+INLINE void fetch_line(const stream_fetch how, const number_kind kind, matrix b, int64_t at) {
+    const char *line = (const char *)b.data + at * (int64_t)(kind == REALS ? sizeof(real) : 2);
+    if (how == FETCH_LINES_NEAR) {
+        __builtin_prefetch(line, 0, 3);
+    } else {
+        __builtin_prefetch(line, 0, 2);
+    }
+}
+
+/* What is fetched while rows of a panel are read, from row i and column `at` on: what is a chain ahead, or half of one.
+ * 16-bit numbers whose columns take several passes: in each pass its share of the next panel, or memory would idle after
+ * the first. Nothing new if they are in a cache of the CPU's, which is read as fast without. The panel's first element is
+ * `begin`. */
 typedef struct stream_ahead {
     int64_t at, step; /* elements */
 } stream_ahead;
 
-INLINE stream_ahead stream_fetches(const number_kind kind, const int R, const attn_keys *keys, int64_t begin,
-                                   int64_t rows, int64_t i, int64_t at) {
-    const int WIDTH = VECTORS_FOR(R) * LANES;
+INLINE stream_ahead stream_fetches(const stream_fetch how, const number_kind kind, const int R, const attn_keys *keys,
+                                   int64_t begin, int64_t rows, int64_t i, int64_t at) {
+    const int WIDTH = VECTORS_FOR(R) * LANES, AHEAD = how == FETCH_LINES_NEAR && kind == REALS ? CHAIN / 2 : CHAIN;
     if (!keys->is_far) return (stream_ahead){begin + i * PANEL + at, PANEL};
-    if (kind == REALS || WIDTH == PANEL) return (stream_ahead){begin + (i + CHAIN) * PANEL + at, PANEL};
+    if (kind == REALS || WIDTH == PANEL) return (stream_ahead){begin + (i + AHEAD) * PANEL + at, PANEL};
     return (stream_ahead){begin + rows * (PANEL + at) + i * WIDTH, WIDTH};
 }
 
 /* sum[r] = the sum of x[r][i] * row i of a panel, for `count` rows of it, from element `at` on; rows of x are `stride`
- * apart. Fetched is the first line of reals, or all; all of 16-bit numbers. */
-INLINE void stream_rows(const number_kind kind, const bool all_lines, const int R, int64_t count, const real *x,
+ * apart. Of 16-bit numbers all lines are fetched. */
+INLINE void stream_rows(const stream_fetch how, const number_kind kind, const int R, int64_t count, const real *x,
                         int64_t stride, matrix panel, int64_t at, stream_ahead ahead, stream_sums sum) {
     const int V = VECTORS_FOR(R), WIDTH = V * LANES, NUMBERS = kind == REALS ? LINE : PANEL / 2; /* in a line */
     UNROLL for (int r = 0; r < R; r++) { UNROLL for (int v = 0; v < V; v++) sum[r][v] = v_zero(); }
     for (int64_t i = 0; i < count; i++) {
         vec numbers[STREAM_VECTORS];
-        fetch_ahead(kind, panel, ahead.at);
-        for (int c = NUMBERS; c < WIDTH && (all_lines || kind != REALS); c += NUMBERS)
-            fetch_ahead(kind, panel, ahead.at + c);
+        fetch_line(how, kind, panel, ahead.at);
+        for (int c = NUMBERS; c < WIDTH && (how != FETCH_FIRST_LINES || kind != REALS); c += NUMBERS)
+            fetch_line(how, kind, panel, ahead.at + c);
         UNROLL for (int v = 0; v < V; v++) numbers[v] = load_numbers(kind, panel, at + v * LANES);
         UNROLL for (int r = 0; r < R; r++) add_multiples(kind, V, &x[r * stride + i], numbers, sum[r]);
         at += PANEL;
@@ -81,7 +101,7 @@ typedef struct stream {
 } stream;
 
 /* Scores of all keys. A panel is there as a whole in a cache, so its last columns may be anything. */
-INLINE void stream_scores(const number_kind kind, const bool all_lines, const int R, const stream *s) {
+INLINE void stream_scores(const stream_fetch how, const number_kind kind, const int R, const stream *s) {
     const matrix k = {s->keys->k, PANEL};
     const int64_t dim = s->dim;
     for (int64_t c = 0; c < s->keys->keys; c += PANEL) {
@@ -91,11 +111,11 @@ INLINE void stream_scores(const number_kind kind, const bool all_lines, const in
                 int64_t begin = c * dim, middle = d + half;
                 real *to = s->scores + c + at;
                 stream_sums sum;
-                stream_rows(kind, all_lines, R, half, s->q + d, dim, k, begin + d * PANEL + at,
-                            stream_fetches(kind, R, s->keys, begin, dim, d, at), sum);
+                stream_rows(how, kind, R, half, s->q + d, dim, k, begin + d * PANEL + at,
+                            stream_fetches(how, kind, R, s->keys, begin, dim, d, at), sum);
                 stream_store(R, sum, s->first, PANEL);
-                stream_rows(kind, all_lines, R, count - half, s->q + middle, dim, k, begin + middle * PANEL + at,
-                            stream_fetches(kind, R, s->keys, begin, dim, middle, at), sum);
+                stream_rows(how, kind, R, count - half, s->q + middle, dim, k, begin + middle * PANEL + at,
+                            stream_fetches(how, kind, R, s->keys, begin, dim, middle, at), sum);
                 stream_add(R, sum, s->first, PANEL);
                 if (d > 0) stream_add(R, sum, to, CUT);
                 stream_store(R, sum, to, CUT);
@@ -129,7 +149,7 @@ static __attribute__((noinline)) void weigh_chain(const stream *s, int64_t first
 }
 
 /* Values of PANEL dimensions from d on, weighed. Before the first of all there are scores. */
-INLINE void stream_values(const number_kind kind, const bool all_lines, const int R, const stream *s, int64_t d) {
+INLINE void stream_values(const stream_fetch how, const number_kind kind, const int R, const stream *s, int64_t d) {
     const int64_t keys = s->keys->keys, begin = d * CUT;
     for (int at = 0; at < PANEL; at += VECTORS_FOR(R) * LANES) {
         real *to = s->out + d + at;
@@ -137,8 +157,8 @@ INLINE void stream_values(const number_kind kind, const bool all_lines, const in
             int64_t count = keys - k < CHAIN ? keys - k : CHAIN;
             stream_sums sum;
             if (d + at == 0) weigh_chain(s, k, k + count);
-            stream_rows(kind, all_lines, R, count, s->scores + k, CUT, (matrix){s->keys->v, PANEL},
-                        begin + k * PANEL + at, stream_fetches(kind, R, s->keys, begin, CUT, k, at), sum);
+            stream_rows(how, kind, R, count, s->scores + k, CUT, (matrix){s->keys->v, PANEL}, begin + k * PANEL + at,
+                        stream_fetches(how, kind, R, s->keys, begin, CUT, k, at), sum);
             if (k % PAIR == 0 && k + CHAIN < keys) {
                 stream_store(R, sum, s->first, PANEL);
             } else {
@@ -152,40 +172,39 @@ INLINE void stream_values(const number_kind kind, const bool all_lines, const in
 
 enum { ALL_SCORES = -1 }; /* instead of a panel */
 
-INLINE void stream_part(const number_kind kind, const bool all_lines, const int R, const stream *s, int64_t panel) {
+INLINE void stream_part(const stream_fetch how, const number_kind kind, const int R, const stream *s, int64_t panel) {
     if (panel == ALL_SCORES) {
-        stream_scores(kind, all_lines, R, s);
+        stream_scores(how, kind, R, s);
     } else {
-        stream_values(kind, all_lines, R, s, panel);
+        stream_values(how, kind, R, s, panel);
     }
 }
 
-INLINE void stream_kind(const number_kind kind, const bool all_lines, const stream *s, int64_t panel) {
+INLINE void stream_kind(const stream_fetch how, const number_kind kind, const stream *s, int64_t panel) {
     switch (s->rows) {
-    case 1: stream_part(kind, all_lines, 1, s, panel); break;
-    case 2: stream_part(kind, all_lines, 2, s, panel); break;
-    case 3: stream_part(kind, all_lines, 3, s, panel); break;
-    default: stream_part(kind, all_lines, 4, s, panel); break;
+    case 1: stream_part(how, kind, 1, s, panel); break;
+    case 2: stream_part(how, kind, 2, s, panel); break;
+    case 3: stream_part(how, kind, 3, s, panel); break;
+    default: stream_part(how, kind, 4, s, panel); break;
+    }
+}
+
+INLINE void stream_numbers(const stream_fetch how, const stream *s, int64_t panel) {
+    switch (s->keys->dtype) {
+#ifdef RAPT_KERNEL_F32
+    case RAPT_F16: stream_kind(how, HALVES, s, panel); break;
+    case RAPT_BF16: stream_kind(how, BRAIN_HALVES, s, panel); break;
+#endif
+    default: stream_kind(how, REALS, s, panel); break;
     }
 }
 
 /* All scores, or the values of a panel. */
 static __attribute__((noinline)) void stream_any(const stream *s, int64_t panel) {
-#ifdef RAPT_KERNEL_F32
-    if (s->keys->dtype == RAPT_F16) {
-        stream_kind(HALVES, false, s, panel);
-        return;
-    }
-    if (s->keys->dtype == RAPT_BF16) {
-        stream_kind(BRAIN_HALVES, false, s, panel);
-        return;
-    }
-#endif
-    /* AMD's CPUs find the other lines of a row sooner by themselves; Intel's are faster if asked for each. */
-    if (s->keys->is_far && cpu_is_of(OS_CPU_INTEL)) {
-        stream_kind(REALS, true, s, panel);
-    } else {
-        stream_kind(REALS, false, s, panel);
+    switch (how_to_fetch(s->keys)) {
+    case FETCH_LINES_NEAR: stream_numbers(FETCH_LINES_NEAR, s, panel); break;
+    case FETCH_LINES: stream_kind(FETCH_LINES, REALS, s, panel); break;
+    default: stream_numbers(FETCH_FIRST_LINES, s, panel); break;
     }
 }
 

@@ -24,9 +24,9 @@ enum {
     RAPT_LINE_BYTES = 64,
 };
 
-/* Whose CPU it is (an os_cpu_maker; 0 before the first context is created). Where makers differ in what is fast, kernels take
+/* Which CPU it is (an os_cpu_kind; 0 before the first context is created). Where CPUs differ in what is fast, kernels take
  * one way or the other to the same bits; tests set it to go all of them. */
-extern atomic_int rapt_cpu_maker;
+extern atomic_int rapt_cpu_kind;
 
 static inline int64_t rapt_round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 

@@ -65,10 +65,6 @@ INLINE vec load_numbers(const number_kind kind, matrix b, int64_t at) {
     return v_load((const real *)b.data + at);
 }
 
-INLINE void fetch_ahead(const number_kind kind, matrix b, int64_t at) {
-    __builtin_prefetch((const char *)b.data + at * (int64_t)(kind == REALS ? sizeof(real) : 2), 0, 2);
-}
-
 /* Element [row][inner] of A is data[row * row_stride + inner * inner_stride]; one of the two is 1. All of the second strand
  * is `gap` elements further on. */
 typedef struct left_matrix {
@@ -252,14 +248,14 @@ static void score_chain(int64_t rows, int64_t inner, const real *a, int64_t lda,
                     columns, soon, sums_in_place(adds, c, ldc));
 }
 
-INLINE bool cpu_is_of(os_cpu_maker maker) {
-    return atomic_load_explicit(&rapt_cpu_maker, memory_order_relaxed) == (int)maker;
-}
+INLINE bool cpu_is(os_cpu_kind kind) { return atomic_load_explicit(&rapt_cpu_kind, memory_order_relaxed) == (int)kind; }
 
 /* Whether the two chains of a pair run side by side. What that saves, many stores at once, stops the multipliers of AMD's
  * CPUs; those of Intel's rather lack slots for its additional loads. And where tiles are narrower than a panel, one would
  * touch a line or two in each of 128 rows of B, more than the sets of the nearest cache hold where those are. */
-INLINE bool pairs_side_by_side(void) { return MICRO_VECTORS * LANES >= PANEL && cpu_is_of(OS_CPU_AMD); }
+INLINE bool pairs_side_by_side(void) {
+    return MICRO_VECTORS * LANES >= PANEL && (cpu_is(OS_CPU_AMD) || cpu_is(OS_CPU_AMD_ZEN5));
+}
 
 /* All rows get the one chain, then the other. */
 INLINE void chains_in_turn(const bool transposed, int64_t rows, int64_t inner, left_matrix a, const real *b,
