@@ -127,6 +127,16 @@ static bool reads_in_place(const attn_problem *p, int64_t rows) {
     return plain && real && rows <= IN_PLACE_ROWS && p->dim % COLUMNS == 0 && p->value_dim % COLUMNS == 0;
 }
 
+/* Values that already lie as a panel of them would; wider ones lose more to the caches' sets than packing costs. So do many
+ * rows where vectors of values lie in two lines each, as they do in memory from malloc. */
+static bool reads_values_in_place(const attn_problem *p, int64_t rows) {
+    if (p->dtype != rapt_accumulation_dtype(p->dtype) || p->cache != NULL || p->v.stride[3] != 1) return false;
+    if (p->v.stride[2] != p->value_dim || p->value_dim > PANEL || p->value_dim % COLUMNS != 0) return false;
+    uintptr_t line = RAPT_LINE_BYTES, heads = (uintptr_t)(p->v.stride[0] | p->v.stride[1]);
+    bool in_lines = ((uintptr_t)p->v.data | heads * rapt_dtype_size(p->dtype)) % line == 0;
+    return in_lines || rows <= FEW_ROWS;
+}
+
 /* The more rows a tile has, the less often keys come from a far cache, and a unit's only tile packs them for itself alone;
  * but there must be enough tiles for all lanes. */
 static int64_t choose_tile_rows(const rapt_context *context, const attn_problem *p, int64_t rows, int64_t units) {
@@ -196,9 +206,7 @@ static void make_plan(const rapt_context *context, const attn_problem *p, attn_p
     plan->in_place = plan->streams && p->cache == NULL && reads_in_place(p, plan->rows_per_unit);
     plan->is_far = rapt_size_mul(key_bytes, product_of(plan->units, p->keys)) > FAR_BYTES;
     plan->masks_some = p->mask.data != NULL || p->padding.data != NULL || p->limit_left || p->limit_right;
-    /* Values that already lie as a panel of them would; wider ones lose more to the caches' sets than packing costs. */
-    plan->v_in_place = p->dtype == rapt_accumulation_dtype(p->dtype) && p->v.stride[3] == 1 && p->cache == NULL &&
-                       p->v.stride[2] == p->value_dim && p->value_dim <= PANEL && p->value_dim % COLUMNS == 0;
+    plan->v_in_place = reads_values_in_place(p, plan->rows_per_unit);
     plan->wave_units = plan->units;
     if (!plan->streams && rapt_size_mul(plan->unit_bytes, (size_t)plan->units) > budget) {
         plan->wave_units = plan->unit_bytes > budget ? 1 : (int64_t)(budget / plan->unit_bytes);
