@@ -22,13 +22,15 @@ enum {
 typedef vec stream_sums[STREAM_ROWS][STREAM_VECTORS];
 
 /* How a CPU wants to be asked for rows that come from memory. AMD's to Zen 4 find the other lines of a row of reals sooner by
- * themselves; Intel's are faster if asked for each; so are Zen 5's, 8 KB ahead and into the nearest cache. */
+ * themselves; Intel's are faster if asked for each; so are Zen 5's, 8 KB ahead and into the nearest cache, unless reals take
+ * several passes over a panel. */
 typedef enum stream_fetch { FETCH_FIRST_LINES, FETCH_LINES, FETCH_LINES_NEAR } stream_fetch;
 
 INLINE stream_fetch how_to_fetch(const attn_keys *keys) {
     if (!keys->is_far) return FETCH_FIRST_LINES; /* there is nothing new to fetch */
-    if (cpu_is(OS_CPU_AMD_ZEN5)) return FETCH_LINES_NEAR;
-    return cpu_is(OS_CPU_INTEL) && keys->dtype == REAL_DTYPE ? FETCH_LINES : FETCH_FIRST_LINES;
+    bool is_real = keys->dtype == REAL_DTYPE, one_pass = MICRO_VECTORS * LANES >= PANEL;
+    if (cpu_is(OS_CPU_AMD_ZEN5) && (one_pass || !is_real)) return FETCH_LINES_NEAR;
+    return cpu_is(OS_CPU_INTEL) && is_real ? FETCH_LINES : FETCH_FIRST_LINES;
 }
 
 INLINE void fetch_line(const stream_fetch how, const number_kind kind, matrix b, int64_t at) {
