@@ -21,16 +21,15 @@ enum {
 
 typedef vec stream_sums[STREAM_ROWS][STREAM_VECTORS];
 
-/* How a CPU wants to be asked for rows that come from memory. AMD's to Zen 4 find the other lines of a row of reals sooner by
- * themselves; Intel's are faster if asked for each; so are Zen 5's, 8 KB ahead and into the nearest cache, unless reals take
- * several passes over a panel. */
+/* How a CPU wants to be asked for keys and values. AMD's to Zen 4 find the other lines of a row of reals sooner by themselves;
+ * Intel's are faster if asked for each. Both read what is in a cache of theirs as fast without being asked. Zen 5's want
+ * every line in the nearest cache, wherever it is, unless reals take several passes over a panel. */
 typedef enum stream_fetch { FETCH_FIRST_LINES, FETCH_LINES, FETCH_LINES_NEAR } stream_fetch;
 
 INLINE stream_fetch how_to_fetch(const attn_keys *keys) {
-    if (!keys->is_far) return FETCH_FIRST_LINES; /* there is nothing new to fetch */
     bool is_real = keys->dtype == REAL_DTYPE, one_pass = MICRO_VECTORS * LANES >= PANEL;
-    if (cpu_is(OS_CPU_AMD_ZEN5) && (one_pass || !is_real)) return FETCH_LINES_NEAR;
-    return cpu_is(OS_CPU_INTEL) && is_real ? FETCH_LINES : FETCH_FIRST_LINES;
+    if (cpu_is(OS_CPU_AMD_ZEN5) && (one_pass || (keys->is_far && !is_real))) return FETCH_LINES_NEAR;
+    return keys->is_far && is_real && cpu_is(OS_CPU_INTEL) ? FETCH_LINES : FETCH_FIRST_LINES;
 }
 
 INLINE void fetch_line(const stream_fetch how, const number_kind kind, matrix b, int64_t at) {
@@ -42,19 +41,23 @@ INLINE void fetch_line(const stream_fetch how, const number_kind kind, matrix b,
     }
 }
 
-/* What is fetched while rows of a panel are read, from row i and column `at` on: what is a chain ahead, or half of one.
- * 16-bit numbers whose columns take several passes: in each pass its share of the next panel, or memory would idle after
- * the first. Nothing new if they are in a cache of the CPU's, which is read as fast without. The panel's first element is
- * `begin`. */
+/* What is fetched while rows of a panel are read, from row i and column `at` on: what is a chain ahead, or less. 16-bit
+ * numbers whose columns take several passes: in each pass its share of the next panel, or memory would idle after the first.
+ * The panel's first element is `begin`. */
 typedef struct stream_ahead {
     int64_t at, step; /* elements */
 } stream_ahead;
 
 INLINE stream_ahead stream_fetches(const stream_fetch how, const number_kind kind, const int R, const attn_keys *keys,
                                    int64_t begin, int64_t rows, int64_t i, int64_t at) {
-    const int WIDTH = VECTORS_FOR(R) * LANES, AHEAD = how == FETCH_LINES_NEAR && kind == REALS ? CHAIN / 2 : CHAIN;
-    if (!keys->is_far) return (stream_ahead){begin + i * PANEL + at, PANEL};
-    if (kind == REALS || WIDTH == PANEL) return (stream_ahead){begin + (i + AHEAD) * PANEL + at, PANEL};
+    const int WIDTH = VECTORS_FOR(R) * LANES;
+    int64_t ahead = CHAIN;
+    if (how == FETCH_LINES_NEAR) {
+        if (kind == REALS) ahead = keys->is_far ? CHAIN / 2 : CHAIN / 4;
+    } else if (!keys->is_far) {
+        ahead = 0; /* nothing new */
+    }
+    if (kind == REALS || WIDTH == PANEL || ahead == 0) return (stream_ahead){begin + (i + ahead) * PANEL + at, PANEL};
     return (stream_ahead){begin + rows * (PANEL + at) + i * WIDTH, WIDTH};
 }
 
