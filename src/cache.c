@@ -551,9 +551,6 @@ static rapt_status take_plain(rapt_context *context, const rapt_cache *cache, co
 
 static rapt_status take_pair(rapt_context *context, const rapt_cache *cache, const rapt_tensor *keys,
                              const rapt_tensor *values, bool is_output, rapt_view *k, rapt_view *v) {
-    if (cache->config.window > 0) {
-        return rapt_fail(context, RAPT_ERROR_STATE, "a cache with a window does not hold all positions");
-    }
     rapt_status status = take_plain(context, cache, "keys", keys, cache->config.head_dim, is_output, k);
     if (status == RAPT_OK) {
         status = take_plain(context, cache, "values", values, cache->config.value_dim, is_output, v);
@@ -586,7 +583,7 @@ static rapt_status export_all(rapt_context *context, rapt_cache *cache, const ra
     for (int64_t n = 0; n < c->batch; n++) {
         for (int64_t head = 0; head < c->num_kv_heads; head++) {
             for (int64_t p = 0; p < keys->shape[1]; p++) {
-                if (p >= cache->length[n]) {
+                if (p < cache->oldest[n] || p >= cache->length[n]) {
                     fill_row(&k, keys->dtype, n, head, p, c->head_dim, 0);
                     fill_row(&v, keys->dtype, n, head, p, c->value_dim, 0);
                     continue;
@@ -626,6 +623,10 @@ static rapt_status import_all(rapt_context *context, rapt_cache *cache, const ra
     clear(context, cache);
     put(context,
         &(put_job){.cache = cache, .k = k, .v = v, .dtype = keys->dtype, .count = keys->shape[1], .lengths = lengths});
+    for (int64_t n = 0; n < cache->config.batch && is_ring(cache); n++) { /* all before may be an export's zeros */
+        int64_t seen = cache->length[n] - (cache->config.window - 1);
+        if (seen > cache->oldest[n]) cache->oldest[n] = seen;
+    }
     return RAPT_OK;
 }
 

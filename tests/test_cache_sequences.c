@@ -224,6 +224,56 @@ static void test_rolling_back_one(void **state) {
     for_each_setting(tell_rollbacks);
 }
 
+/* ---- a cache that goes on as another ---- */
+
+/* Exported and imported, as who saves a conversation does. */
+static void move_to_another_cache(story *t) {
+    const rapt_cache_config *settings = rapt_cache_settings(t->cache);
+    rapt_tensor keys =
+        make_tensor(settings->dtype, 4, (int64_t[]){N, 1200, settings->num_kv_heads, settings->head_dim});
+    rapt_tensor values = make_tensor(settings->dtype, 4, keys.shape);
+    fill_value(&keys, NAN);
+    fill_value(&values, NAN);
+    assert_ok(t->on, rapt_cache_export(t->on, t->cache, &keys, &values));
+    for (int n = 0; n < N; n++) {
+        rapt_tensor row = slice(&keys, 0, n, 1), gone = slice(&row, 1, 0, t->oldest[n]);
+        rapt_tensor kept = slice(&row, 1, t->oldest[n], t->length[n] - t->oldest[n]);
+        rapt_tensor rest = slice(&row, 1, t->length[n], 1200 - t->length[n]);
+        for (int64_t i = 0; i < rapt_tensor_count(&gone); i++) assert_true(get_element(&gone, i) == 0);
+        for (int64_t i = 0; i < rapt_tensor_count(&rest); i++) assert_true(get_element(&rest, i) == 0);
+        for (int64_t i = 0; i < rapt_tensor_count(&kept); i++) assert_true(get_element(&kept, i) != 0);
+    }
+    rapt_cache *other;
+    assert_ok(t->on, rapt_cache_create(t->on, NULL, settings, &other));
+    assert_ok(t->on, rapt_cache_import(t->on, other, &keys, &values, t->length));
+    rapt_cache_destroy(t->cache);
+    t->cache = other;
+    for (int n = 0; n < N; n++) {
+        int64_t unseen = t->window > 0 ? t->length[n] - (t->window - 1) : 0;
+        if (unseen > t->oldest[n]) t->oldest[n] = unseen;
+    }
+    free_tensors(&keys, &values);
+}
+
+static void tell_moves(story *t) {
+    append(t, 700, (int64_t[]){700, 300, 64, 513});
+    roll_back(t, 0, 650); /* an older position than the ring's length suggests is gone */
+    move_to_another_cache(t);
+    if (t->oldest[0] > 0) {
+        assert_int_equal(rapt_cache_truncate(t->on, t->cache, 0, 649), RAPT_ERROR_STATE); /* would see zeros */
+    }
+    append(t, 1, NULL);
+    append(t, 300, (int64_t[]){300, 0, 1, 299});
+    for (int n = 0; n < N; n++) roll_back_furthest(t, n);
+    move_to_another_cache(t);
+    append(t, 3, NULL);
+}
+
+static void test_export_and_import(void **state) {
+    (void)state;
+    for_each_setting(tell_moves);
+}
+
 /* ---- a cache that is cleared ---- */
 
 static void clear(story *t) {
@@ -428,6 +478,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_beams),
         cmocka_unit_test(test_rolling_back_one),
+        cmocka_unit_test(test_export_and_import),
         cmocka_unit_test(test_clearing),
         cmocka_unit_test(test_unequal_lengths),
         cmocka_unit_test(test_unequal_lengths_with_rotary_positions),
