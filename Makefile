@@ -48,7 +48,7 @@ bench: ## build and run the benchmark; ARGS= for its options
 	@scripts/bootstrap.sh build
 	@mkdir -p build
 	@$(CONFIGURE) -DRAPT_BUILD_TESTS=OFF $(QUIETLY)
-	@cmake --build $(BUILD) --target rapt_bench
+	@cmake --build $(BUILD) --target rapt_bench >&2
 	@RAPT_COMMIT=$$(git describe --always --dirty 2>/dev/null) $(BUILD)/rapt_bench $(ARGS)
 
 bench-peers: ## time the benchmark's shapes in other libraries beside Rapt, and rapt.torch beside PyTorch; ARGS= for the options of bench/peers/peers.py
