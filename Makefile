@@ -45,7 +45,7 @@ test: ## build everything and run all tests
 	@ctest --test-dir $(BUILD) --output-on-failure -j2
 
 bench: ## build and run the benchmark; ARGS= for its options
-	@scripts/bootstrap.sh build
+	@scripts/bootstrap.sh build >&2
 	@mkdir -p build
 	@$(CONFIGURE) -DRAPT_BUILD_TESTS=OFF $(QUIETLY)
 	@cmake --build $(BUILD) --target rapt_bench >&2

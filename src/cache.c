@@ -25,7 +25,7 @@ static bool is_ring(const rapt_cache *cache) {
 /* Whether the keys that a query at `position` of sequence n sees through the window, itself aside, are there. */
 static bool sees_all(const rapt_cache *cache, int64_t n, int64_t position) {
     int64_t seen = cache->config.window - 1, first = position > seen ? position - seen : 0;
-    return !is_ring(cache) || first >= cache->oldest[n] || first >= position;
+    return cache->config.window == 0 || first >= cache->oldest[n] || first >= position;
 }
 
 /* ---- making one ---- */
@@ -321,8 +321,8 @@ static rapt_status begin(rapt_context *context, rapt_cache *cache, const rapt_op
         if (append->attends_only && p->queries > 0 && !sees_all(cache, n, cache->past[n] > 0 ? cache->past[n] : 0)) {
             return rapt_fail(context, RAPT_ERROR_STATE,
                              "the first of the last %lld positions of sequence %lld sees keys that have made room: "
-                             "a window of %lld keeps %lld positions",
-                             (ll)p->queries, (ll)n, (ll)c->window, (ll)ring_size(cache));
+                             "with a window of %lld the cache keeps the last %lld positions",
+                             (ll)p->queries, (ll)n, (ll)c->window, (ll)(cache->length[n] - cache->oldest[n]));
         }
     }
     return RAPT_OK;
@@ -441,7 +441,8 @@ static rapt_status check_rollback(rapt_context *context, const rapt_cache *cache
     return rapt_fail(context, RAPT_ERROR_STATE,
                      "sequence %lld cannot go back from length %lld to %lld: with a window of %lld the cache keeps the "
                      "last %lld positions",
-                     (ll)n, (ll)cache->length[n], (ll)length, (ll)cache->config.window, (ll)ring_size(cache));
+                     (ll)n, (ll)cache->length[n], (ll)length, (ll)cache->config.window,
+                     (ll)(cache->length[n] - cache->oldest[n]));
 }
 
 static rapt_status truncate_sequences(rapt_context *context, rapt_cache *cache, int64_t sequence, int64_t length) {
@@ -623,7 +624,8 @@ static rapt_status import_all(rapt_context *context, rapt_cache *cache, const ra
     clear(context, cache);
     put(context,
         &(put_job){.cache = cache, .k = k, .v = v, .dtype = keys->dtype, .count = keys->shape[1], .lengths = lengths});
-    for (int64_t n = 0; n < cache->config.batch && is_ring(cache); n++) { /* all before may be an export's zeros */
+    for (int64_t n = 0; n < cache->config.batch && cache->config.window > 0; n++) {
+        /* What is older may be zeros of an export, whose cache had no longer room for it. */
         int64_t seen = cache->length[n] - (cache->config.window - 1);
         if (seen > cache->oldest[n]) cache->oldest[n] = seen;
     }

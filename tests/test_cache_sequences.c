@@ -227,24 +227,25 @@ static void test_rolling_back_one(void **state) {
 /* ---- a cache that goes on as another ---- */
 
 /* Exported and imported, as who saves a conversation does. */
-static void move_to_another_cache(story *t) {
-    const rapt_cache_config *settings = rapt_cache_settings(t->cache);
-    rapt_tensor keys =
-        make_tensor(settings->dtype, 4, (int64_t[]){N, 1200, settings->num_kv_heads, settings->head_dim});
-    rapt_tensor values = make_tensor(settings->dtype, 4, keys.shape);
+static void move_to_another_cache(story *t, int64_t capacity) {
+    enum { ROOM = 1200 };
+    rapt_cache_config settings = *rapt_cache_settings(t->cache);
+    settings.capacity = capacity;
+    rapt_tensor keys = make_tensor(settings.dtype, 4, (int64_t[]){N, ROOM, settings.num_kv_heads, settings.head_dim});
+    rapt_tensor values = make_tensor(settings.dtype, 4, keys.shape);
     fill_value(&keys, NAN);
     fill_value(&values, NAN);
     assert_ok(t->on, rapt_cache_export(t->on, t->cache, &keys, &values));
     for (int n = 0; n < N; n++) {
         rapt_tensor row = slice(&keys, 0, n, 1), gone = slice(&row, 1, 0, t->oldest[n]);
         rapt_tensor kept = slice(&row, 1, t->oldest[n], t->length[n] - t->oldest[n]);
-        rapt_tensor rest = slice(&row, 1, t->length[n], 1200 - t->length[n]);
+        rapt_tensor rest = slice(&row, 1, t->length[n], ROOM - t->length[n]);
         for (int64_t i = 0; i < rapt_tensor_count(&gone); i++) assert_true(get_element(&gone, i) == 0);
         for (int64_t i = 0; i < rapt_tensor_count(&rest); i++) assert_true(get_element(&rest, i) == 0);
         for (int64_t i = 0; i < rapt_tensor_count(&kept); i++) assert_true(get_element(&kept, i) != 0);
     }
     rapt_cache *other;
-    assert_ok(t->on, rapt_cache_create(t->on, NULL, settings, &other));
+    assert_ok(t->on, rapt_cache_create(t->on, NULL, &settings, &other));
     assert_ok(t->on, rapt_cache_import(t->on, other, &keys, &values, t->length));
     rapt_cache_destroy(t->cache);
     t->cache = other;
@@ -255,23 +256,44 @@ static void move_to_another_cache(story *t) {
     free_tensors(&keys, &values);
 }
 
+/* It would see zeros. */
+static void check_no_way_back(story *t, int n) {
+    if (t->oldest[n] == 0) return;
+    assert_int_equal(rapt_cache_truncate(t->on, t->cache, n, t->length[n] - 1), RAPT_ERROR_STATE);
+    char text[64];
+    snprintf(text, sizeof text, "the last %lld positions", (long long)(t->length[n] - t->oldest[n]));
+    assert_non_null(strstr(rapt_error_message(t->on), text));
+}
+
 static void tell_moves(story *t) {
     append(t, 700, (int64_t[]){700, 300, 64, 513});
     roll_back(t, 0, 650); /* an older position than the ring's length suggests is gone */
-    move_to_another_cache(t);
-    if (t->oldest[0] > 0) {
-        assert_int_equal(rapt_cache_truncate(t->on, t->cache, 0, 649), RAPT_ERROR_STATE); /* would see zeros */
-    }
+    move_to_another_cache(t, MOST);
+    check_no_way_back(t, 0);
     append(t, 1, NULL);
     append(t, 300, (int64_t[]){300, 0, 1, 299});
     for (int n = 0; n < N; n++) roll_back_furthest(t, n);
-    move_to_another_cache(t);
+    move_to_another_cache(t, MOST);
     append(t, 3, NULL);
+}
+
+/* To a cache with no more room than for a window, which then is no ring. */
+static void tell_moves_to_less(story *t) {
+    append(t, 700, (int64_t[]){700, 300, 64, 513});
+    roll_back(t, 0, 300);
+    roll_back(t, 3, 150);
+    move_to_another_cache(t, 330);
+    check_no_way_back(t, 0);
+    append(t, 1, NULL);
+    append(t, 29, NULL);
+    for (int n = 0; n < N; n++) roll_back_furthest(t, n);
+    append(t, 2, NULL);
 }
 
 static void test_export_and_import(void **state) {
     (void)state;
     for_each_setting(tell_moves);
+    for_each_setting(tell_moves_to_less);
 }
 
 /* ---- a cache that is cleared ---- */

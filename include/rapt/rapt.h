@@ -736,7 +736,7 @@ RAPT_API rapt_status rapt_cache_reorder(rapt_context *context, rapt_cache *cache
 
 /* Keys [N,S,Hk,D] and values [N,S,Hk,Dv] of all sequences as plain tensors of any floating-point type; S is at least the longest
  * length, and what a sequence does not have, or what has made room in a window, is 0. Import sets every sequence to lengths[n]
- * positions (NULL: all S), of which a window keeps what the next query sees: it cannot be rolled back from there. */
+ * positions (NULL: all S), of which a window keeps what the next query sees: it is not rolled back to where older keys were seen. */
 RAPT_API rapt_status rapt_cache_export(rapt_context *context, rapt_cache *cache, const rapt_tensor *keys,
                                        const rapt_tensor *values);
 RAPT_API rapt_status rapt_cache_import(rapt_context *context, rapt_cache *cache, const rapt_tensor *keys,

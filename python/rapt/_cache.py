@@ -50,7 +50,10 @@ class KVCache(_core.Cache):
         super().truncate(-1 if sequence is None else sequence, length)
 
     def export(self, dtype: Any = None) -> tuple[np.ndarray, np.ndarray]:
-        """Keys [N,S,Hk,D] and values [N,S,Hk,Dv], zeros where a sequence is shorter; dtype None: the cache's."""
+        """Keys [N,S,Hk,D] and values [N,S,Hk,Dv], zeros where a sequence is shorter or has made room in a window.
+
+        dtype None: the cache's.
+        """
         settings = self.settings()
         kind = np.dtype(numpy_dtype(settings["dtype"]) if dtype is None else dtype)
         shape = (settings["batch"], max(self.lengths()), settings["num_kv_heads"])

@@ -231,11 +231,12 @@ class MultiheadAttention:
                 + ", ".join(n if n in state_dict else f"no {n}" for n in wrong)
                 + f"; expected {list(own)}"
             )
+        arrays = dict(zip(own, with_shapes(**{name: state_dict[name] for name in own})))
         for name, view in own.items():
-            if tuple(state_dict[name].shape) != view.shape:
-                raise ValueError(f"{name} has shape {tuple(state_dict[name].shape)}, expected {view.shape}")
+            if tuple(arrays[name].shape) != view.shape:
+                raise ValueError(f"{name} has shape {tuple(arrays[name].shape)}, expected {view.shape}")
         for name, view in own.items():
-            array = state_dict[name]
+            array = arrays[name]
             _core.copy(array.detach() if hasattr(array, "detach") else array, view)
         self.commit()
 

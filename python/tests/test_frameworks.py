@@ -176,6 +176,10 @@ def test_buffers(strange: Any, dtype: str) -> None:
     gradients, known = layer.backward(state, strange(x)), layer.backward(known_state, x)
     assert list(gradients) == list(known) and all((gradients[name] == known[name]).all() for name in known)
 
+    other = rapt.MultiheadAttention(8, 2, batch_first=True, dtype=dtype, seed=1)
+    other.load_state_dict({name: strange(array) for name, array in layer.state_dict().items()})
+    assert (other(x, x, x)[0] == layer(x, x, x)[0]).all()
+
 
 def test_buffers_of_other_types() -> None:
     q, k, v = (memoryview(x.astype(np.float16)) for x in X)

@@ -167,11 +167,10 @@ int run_inspect(const arguments *a) {
 /* ---- rapt convert ---- */
 
 /* The file is whole before the first byte of it goes to standard output: an error writes nothing there. */
-static void save(const rapt_mha *layer, const char *out, const rapt_save_options *options) {
+static void save(const rapt_mha *layer, const char *out, const rapt_save_options *options, rapt_dtype dtype) {
     bool is_stream = strcmp(out, "-") == 0;
     const char *path = is_stream ? temporary_path() : out;
     char size[SHAPE_SIZE], step[SHAPE_SIZE + 16];
-    rapt_dtype dtype = options->set_dtype ? options->dtype : rapt_mha_settings(layer)->dtype;
     double bytes_written = (double)rapt_mha_num_parameters(layer) * (double)rapt_dtype_size(dtype);
     snprintf(step, sizeof step, "writing %s", size_text(bytes_written, size));
     show_progress(step);
@@ -199,9 +198,9 @@ int run_convert(const arguments *a) {
     load.scheme = scheme_option(a, "--from-scheme");
     open_context(a);
     rapt_mha *layer = load_layer(a, a->operand[0], load);
-    save(layer, out, &options);
-    if (is_stream) return SUCCESS;
     rapt_dtype dtype = options.set_dtype ? options.dtype : rapt_mha_settings(layer)->dtype;
+    save(layer, out, &options, dtype);
+    if (is_stream) return SUCCESS;
     if (json) {
         printf("{\"layer\": ");
         print_json_layer(layer);

@@ -4,6 +4,7 @@
 #include "commands.h"
 
 #include <inttypes.h>
+#include <math.h>
 
 const option rotary_options[] = {
     {"--rope", "BASE", "turn queries and keys by their positions, as Llama does; its base, such as 10000 or 500000"},
@@ -32,7 +33,8 @@ static int read_numbers(const char *list, double number[MOST_NUMBERS]) {
     int count = 0;
     for (const char *at = list; at != NULL; count++) {
         size_t length = strcspn(at, ",");
-        snprintf(text, sizeof text, "%.*s", (int)(length < sizeof text ? length : sizeof text - 1), at);
+        if (length >= sizeof text) fail_usage("--rope-scaling: '%s' has a number of %zu characters", list, length);
+        snprintf(text, sizeof text, "%.*s", (int)length, at);
         double value = real_value("--rope-scaling", text, 0, 1e100);
         if (count < MOST_NUMBERS) number[count] = value;
         at = at[length] == ',' ? at + length + 1 : NULL;
@@ -52,8 +54,8 @@ static void take_scaling(const char *given, rapt_rotary *rotary) {
                    scalings[i].most == 1   ? "1, the factor"
                    : scalings[i].most == 2 ? "2, the factor and the original length"
                                            : "2 or 4, the factor, the original length, and least and most turns");
-    if (count > 1 && (number[1] < 1 || number[1] > 1e15))
-        fail_usage("--rope-scaling: the original length is %g, expected from 1 to 1e15", number[1]);
+    if (count > 1 && (number[1] < 1 || number[1] > 1e15 || number[1] != floor(number[1])))
+        fail_usage("--rope-scaling: the original length is %.17g, expected a whole number from 1 to 1e15", number[1]);
     rotary->scaling = scalings[i].scaling;
     rotary->factor = number[0];
     rotary->original_length = (int64_t)number[1];

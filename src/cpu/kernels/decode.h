@@ -23,7 +23,7 @@ typedef vec stream_sums[STREAM_ROWS][STREAM_VECTORS];
 
 /* How a CPU wants to be asked for keys and values. AMD's to Zen 4 find the other lines of a row of reals sooner by themselves;
  * Intel's are faster if asked for each. Both read what is in a cache of theirs as fast without being asked. Zen 5's want
- * every line in the nearest cache, wherever it is, unless reals take several passes over a panel. */
+ * every line in the nearest cache, wherever it is; where vectors are narrow, of 16-bit numbers from memory alone. */
 typedef enum stream_fetch { FETCH_FIRST_LINES, FETCH_LINES, FETCH_LINES_NEAR } stream_fetch;
 
 INLINE stream_fetch how_to_fetch(const attn_keys *keys) {
